@@ -1,0 +1,1 @@
+"""Read settings, build the objects, start things: the only composition root."""

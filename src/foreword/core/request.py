@@ -1,0 +1,93 @@
+"""What crosses between a server and whatever generates: Request, Output, Engine."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose each next token. The field meanings are OpenAI's; `top_k` 0 keeps all."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None  # None: the engine draws one
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # alternatives to report per token; 0 reports the token alone
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, `n` samples of its continuation. `cache_salt` separates tenants' caches."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token under the model (before temperature), with the most
+    likely alternatives as (token id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one sample gained in one step. `text` may lag behind `token_ids` while bytes of a
+    character or a possible stop string are incomplete; the last Output flushes it."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens of the request that were not computed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a server may say about the served model."""
+
+    name: str
+    max_model_len: int  # tokens, prompt and continuation together
+    vocab_size: int
+
+
+class Engine(Protocol):
+    """Everything that serves: the torch engine, a router, an echo engine in tests."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as it stands. Blocking: call it off the event loop."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a rendered chat, ready for the assistant's turn. Blocking.
+
+        Raises RequestError when the model's template refuses the messages."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Outputs of all samples as they come; each sample's last one has a finish_reason.
+
+        Closing the iterator cancels the request. Raises RequestError for a request that can
+        never fit, EngineStopped when the engine is draining or has failed."""
+        ...

@@ -1,0 +1,1 @@
+"""Turn scheduled requests into tokens with torch, from paged KV."""

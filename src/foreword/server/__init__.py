@@ -1,0 +1,1 @@
+"""Speak the OpenAI HTTP API to anything that can generate."""
