@@ -1,0 +1,91 @@
+"""Tiny random-weight Hugging Face models with a real tokenizer, made in code, for the tests."""
+
+import warnings
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 512
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = (
+    "A foreword is the opening that many readers share; it should be read once.",
+    "The system prompt of an assistant is long, and it is the same for every user.",
+    "You are a helpful assistant. Answer the question of the user in one sentence.",
+    "def match(tokens, prefix): return tokens[: len(prefix)] == prefix  # 0123456789",
+)
+_MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 48}),
+}
+
+
+def make_tiny(
+    folder: Path, kind: str = "llama", max_model_len: int = 1024, num_layers: int = 2
+) -> Path:
+    """Write a model folder (weights, config, tokenizer, chat template) and return it.
+
+    `kind` is llama, qwen3 or mistral (which has a sliding window of 48 tokens). The weights depend
+    on `kind` and `num_layers` alone, and are large enough that logits differ clearly.
+    """
+    tokenizer = make_tokenizer()
+    eos, start, end = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
+    config_class, model_class, extra = _MODELS[kind]
+    config = config_class(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=num_layers,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_model_len,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        bos_token_id=start,
+        eos_token_id=end,
+        pad_token_id=eos,
+        **extra,
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model_class(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of VOCAB_SIZE tokens that can encode any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        show_progress=False,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )
