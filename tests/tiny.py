@@ -48,7 +48,7 @@ def make_tiny(
     config_class, model_class, extra = _MODELS[kind]
     config = config_class(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
+        hidden_size=96,
         intermediate_size=160,
         num_hidden_layers=num_layers,
         num_attention_heads=6,
