@@ -4,7 +4,7 @@ A block is the KV of `block_size` consecutive tokens. Its hash covers every toke
 Identity at the root, so equal hashes mean equal prefixes; a block is never valid on its own.
 
 Hash format (golden values in tests/unit/test_block.py; a change orphans every stored block):
-SHA-256 over the parent's 32 bytes, then each token id as 4 bytes big-endian, then extra keys.
+SHA-256 over the parent's 32 bytes, then each token id as 4 bytes big-endian.
 Big-endian makes the byte order of token keys equal to their token order, which RadixIndex uses.
 """
 
@@ -34,21 +34,13 @@ def token_key(token_ids: Iterable[int]) -> bytes:
 class Chain:
     """The token ids of one sequence, their key, and the hashes of its full blocks so far."""
 
-    __slots__ = ("block_size", "extra_keys", "hashes", "key", "root", "token_ids")
+    __slots__ = ("block_size", "hashes", "key", "root", "token_ids")
 
-    def __init__(
-        self,
-        root: BlockHash,
-        block_size: int,
-        token_ids: Iterable[int] = (),
-        extra_keys: dict[int, bytes] | None = None,
-    ) -> None:
-        """`extra_keys` maps a block's position in the chain to what else it depends on, such as
-        the hash of an image whose placeholder tokens lie in that block."""
+    def __init__(self, root: BlockHash, block_size: int, token_ids: Iterable[int] = ()) -> None:
+        """`root` is an Identity's root hash; `block_size` is in tokens."""
         assert block_size > 0
         self.root = root
         self.block_size = block_size
-        self.extra_keys = extra_keys or {}
         self.token_ids: list[int] = []
         self.key = bytearray()
         self.hashes: list[BlockHash] = []
@@ -60,16 +52,11 @@ class Chain:
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens and hash each block that they complete."""
         added = list(token_ids)
-        self.token_ids += added
         self.key += token_key(added)
+        self.token_ids += added
         width = self.block_size * TOKEN_BYTES
-        hashes, extra_keys = self.hashes, self.extra_keys
-        parent = hashes[-1] if hashes else self.root
-        start = len(hashes) * width
-        key = bytes(memoryview(self.key)[start:])
-        for offset in range(0, len(key) - width + 1, width):
-            block = parent + key[offset : offset + width]
-            if extra_keys:
-                block += extra_keys.get(len(hashes), b"")
-            parent = sha256(block).digest()  # type: ignore[assignment]
-            hashes.append(parent)
+        parent = self.hashes[-1] if self.hashes else self.root
+        key = bytes(self.key[len(self.hashes) * width :])
+        for end in range(width, len(key) + 1, width):
+            parent = BlockHash(sha256(parent + key[end - width : end]).digest())
+            self.hashes.append(parent)

@@ -1,0 +1,275 @@
+"""KVCache: the one state machine. Calls come in, effects go out, results are told back.
+
+A request is admitted with a Lease, told `filled` as its tokens get their KV, and released. What is
+contiguous and ready is published, so that later requests start from it. `Copy` effects are done by
+the caller, who then reports them as filled.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
+from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from foreword.core.index import Node, RadixIndex
+from foreword.core.pool import BlockPool
+
+
+class BlockState(IntEnum):
+    """What a leased block holds for its lease."""
+
+    BLANK = 0  # nothing yet, or not all of its tokens
+    LOADING = 1  # an effect will fill its first tokens
+    READY = 2  # all of its tokens
+
+
+class Refusal(Enum):
+    """Why a request was not admitted. It holds nothing and asks again."""
+
+    NO_ROOM = "no room"
+    PASSED_OVER = "its next block is being computed by another request"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Effect: copy the KV of the first `num_tokens` tokens of slot `source` to slot `target`."""
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A request's pinned blocks, in prefix order, until released.
+
+    `num_computed_tokens` leading tokens hold valid KV. `num_published` leading blocks can be found
+    by others and end at the index node `end` (None: at the root).
+    """
+
+    chain: Chain
+    block_ids: list[BlockId]
+    states: bytearray  # a BlockState per block
+    num_reused_tokens: int
+    num_computed_tokens: int
+    num_published: int
+    end: Node | None
+    copy: Copy | None = None
+    leads: BlockHash | None = None  # the block that others wait for
+    released: bool = field(default=False)
+
+
+class KVCache:
+    """Device blocks of one model, by prefix. With `reuse` off it only hands out memory."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, reuse: bool = True, record_events: bool = False
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = RadixIndex(block_size)
+        self.reuse = reuse
+        self._record_events = record_events
+        self._events: list[KVEvent] = []
+        self._leaders: dict[BlockHash, Lease] = {}
+
+    def admit(self, chain: Chain) -> tuple[Lease, list[Copy]] | Refusal:
+        """Lease blocks for every token of `chain`, reusing the longest known prefix.
+
+        At least the last token is left to compute: its logits are what the caller wants. The
+        effects must be performed and reported by `filled`, each before any later token.
+        """
+        assert len(chain) > 0
+        node, matched = self._match(chain)
+        start = len(matched)
+        if start < len(chain.hashes) and chain.hashes[start] in self._leaders:
+            return Refusal.PASSED_OVER
+        self.pool.pin(matched)
+        source = self._closest(node, chain, start) if self.reuse else None
+        if source is not None:
+            self.pool.pin((source[0],))
+        fresh = self._take(self._num_blocks(len(chain)) - start)
+        if fresh is None and source is not None:
+            # The copy's source is pinned only for the copy: do without it rather than wait.
+            self.pool.unpin((source[0],))
+            source = None
+            fresh = self._take(self._num_blocks(len(chain)) - start)
+        if fresh is None:
+            self.pool.unpin(matched)
+            return Refusal.NO_ROOM
+        states = bytearray([BlockState.READY] * start + [BlockState.BLANK] * len(fresh))
+        end = node if start else None
+        num_reused = start * self.block_size
+        lease = Lease(chain, matched + fresh, states, num_reused, num_reused, start, end)
+        self._lead(lease)
+        if source is None:
+            return lease, []
+        lease.copy = Copy(source[0], fresh[0], source[1])
+        lease.num_reused_tokens += source[1]
+        states[start] = BlockState.LOADING
+        return lease, [lease.copy]
+
+    def extend(self, lease: Lease, num_tokens: int) -> bool:
+        """Grow the lease to cover `num_tokens` tokens. False, and nothing changed: no room."""
+        missing = self._num_blocks(num_tokens) - len(lease.block_ids)
+        if missing <= 0:
+            return True
+        fresh = self._take(missing)
+        if fresh is None:
+            return False
+        lease.block_ids += fresh
+        lease.states += bytes(missing)
+        return True
+
+    def filled(self, lease: Lease, num_tokens: int) -> None:
+        """The next `num_tokens` tokens of the lease now hold valid KV, copied or computed."""
+        assert not lease.released
+        if lease.copy is not None:
+            assert num_tokens == lease.copy.num_tokens, "the copy comes before any computing"
+            self.pool.unpin((lease.copy.source,))
+            lease.states[lease.num_published] = BlockState.BLANK
+            lease.copy = None
+        before = lease.num_computed_tokens // self.block_size
+        lease.num_computed_tokens += num_tokens
+        assert lease.num_computed_tokens <= min(
+            len(lease.chain), len(lease.block_ids) * self.block_size
+        )
+        full = lease.num_computed_tokens // self.block_size
+        if full > before:
+            lease.states[before:full] = bytes([BlockState.READY]) * (full - before)
+            if self.reuse:
+                self._publish(lease, full)
+
+    def publish_end(self, lease: Lease) -> None:
+        """Let others copy from the lease's unfinished last block, as far as it is computed.
+
+        Done at release anyway; done earlier for samples that share a prompt.
+        """
+        self._publish_end(lease)
+
+    def release(self, lease: Lease) -> None:
+        """End the lease, at any time. What was published stays, idle, until evicted."""
+        assert not lease.released, "released twice"
+        lease.released = True
+        self._follow(lease)
+        if lease.copy is not None:
+            self.pool.unpin((lease.copy.source,))
+        leaf = self._publish_end(lease)
+        self.pool.unpin(lease.block_ids)
+        if leaf is not None:
+            self.index.touch(leaf)
+
+    def clear(self) -> bool:
+        """Forget everything cached. False, and nothing changed, while any block is leased."""
+        if self.pool.num_leased:
+            return False
+        self.pool = BlockPool(self.pool.num_blocks)
+        self.index = RadixIndex(self.block_size)
+        if self._record_events:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KVEvent]:
+        """Events since the last call, oldest first; always empty unless recording."""
+        events, self._events = self._events, []
+        return events
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _match(self, chain: Chain) -> tuple[Node, list[BlockId]]:
+        root = self.index.root(chain.root)
+        if not self.reuse:
+            return root, []
+        return self.index.walk(root, chain.hashes, 0, (len(chain) - 1) // self.block_size)
+
+    def _closest(self, node: Node, chain: Chain, start: int) -> tuple[BlockId, int] | None:
+        """The slot whose first tokens continue `chain` after block `start`, and how many do."""
+        first = start * self.block_size
+        last = min(first + self.block_size, len(chain) - 1)
+        found = self.index.closest(node, bytes(chain.key[first * TOKEN_BYTES : last * TOKEN_BYTES]))
+        return None if found is None else (found[0].block_ids[0], found[1])
+
+    def _take(self, num_blocks: int) -> list[BlockId] | None:
+        """Pin that many slots, evicting idle blocks where needed. None: not even then."""
+        if num_blocks > self.pool.num_free:
+            return None
+        missing = num_blocks - self.pool.num_blank
+        removed: list[BlockHash] = []
+        pinned: list[Node] = []
+        while missing > 0:
+            leaf = self.index.pop_leaf()
+            idle = self.pool.num_idle_at_end(leaf.block_ids, missing)
+            if idle == 0:
+                pinned.append(leaf)
+                continue
+            hashes, block_ids = self.index.cut(leaf, idle)
+            self.pool.drop(block_ids)
+            removed += reversed(hashes)
+            missing -= idle
+        for leaf in pinned:
+            self.index.offer(leaf)
+        if removed and self._record_events:
+            self._events.append(BlockRemoved(tuple(removed)))
+        return self.pool.take(num_blocks)
+
+    def _publish(self, lease: Lease, full: int) -> None:
+        """Make blocks up to `full` findable. Where another request published the same blocks
+        first, the lease changes over to those, so that each block is held once."""
+        start, hashes = lease.num_published, lease.chain.hashes
+        node, known = self.index.walk(self._end(lease), hashes, start, full)
+        if known:
+            self.pool.pin(known)
+            self.pool.unpin(lease.block_ids[start : start + len(known)])
+            lease.block_ids[start : start + len(known)] = known
+            start += len(known)
+        if start < full:
+            block_ids = lease.block_ids[start:full]
+            width = self.block_size * TOKEN_BYTES
+            key = bytes(lease.chain.key[start * width : full * width])
+            node, redundant = self.index.add(node, hashes[start:full], block_ids, key)
+            self.pool.drop(redundant)
+            self.pool.keep(block_ids)
+            self._stored(lease.chain, start, full)
+        lease.num_published, lease.end = full, node
+        self._follow(lease)
+        self._lead(lease)
+
+    def _publish_end(self, lease: Lease) -> Node | None:
+        """Returns the deepest node that covers what the lease computed, None where there is none."""
+        first = lease.num_published * self.block_size
+        if not self.reuse or lease.num_computed_tokens == first:
+            return lease.end
+        key = bytes(lease.chain.key[first * TOKEN_BYTES : lease.num_computed_tokens * TOKEN_BYTES])
+        block_id = lease.block_ids[lease.num_published]
+        parent = self._end(lease)
+        added = self.index.add_partial(parent, block_id, key)
+        if added is None:
+            return self.index.covering(parent, key)
+        node, redundant = added
+        self.pool.drop(redundant)
+        self.pool.keep((block_id,))
+        return node
+
+    def _end(self, lease: Lease) -> Node:
+        return lease.end if lease.end is not None else self.index.root(lease.chain.root)
+
+    def _lead(self, lease: Lease) -> None:
+        """Others whose next block is this lease's next wait for it, unless someone leads there."""
+        hashes = lease.chain.hashes
+        if self.reuse and lease.num_published < len(hashes):
+            leads = hashes[lease.num_published]
+            if self._leaders.setdefault(leads, lease) is lease:
+                lease.leads = leads
+
+    def _follow(self, lease: Lease) -> None:
+        if lease.leads is not None:
+            del self._leaders[lease.leads]
+            lease.leads = None
+
+    def _stored(self, chain: Chain, start: int, stop: int) -> None:
+        if not self._record_events:
+            return
+        size = self.block_size
+        parent = chain.hashes[start - 1] if start else None
+        tokens = tuple(chain.token_ids[start * size : stop * size])
+        self._events.append(BlockStored(tuple(chain.hashes[start:stop]), parent, tokens, size))

@@ -1,0 +1,233 @@
+"""RadixIndex: which prefixes the device holds, to the token.
+
+A tree per chain root. A node is a run of consecutive full blocks, or one partial block (tokens but
+no hash, always a leaf). Chained hashes make a walk cheap: where the last hash of a run agrees, the
+whole run does. Below a node the children's first blocks are sorted by tokens and none is a prefix
+of another, so the longest common run of the next few tokens is with a neighbour of their place.
+
+Eviction is leaf first whatever the score: only ends of leaves are offered, least recently used
+first; a node is offered when it becomes a leaf.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId
+
+
+class Node:
+    """`hashes` is empty for a partial block; `key` holds the tokens of all its blocks."""
+
+    __slots__ = (
+        "block_ids",
+        "children",
+        "hashes",
+        "key",
+        "last_used",
+        "parent",
+        "sorted_children",
+        "sorted_keys",
+    )
+
+    def __init__(
+        self,
+        parent: "Node | None",
+        hashes: list[BlockHash],
+        block_ids: list[BlockId],
+        key: bytes,
+    ) -> None:
+        self.parent = parent
+        self.hashes = hashes
+        self.block_ids = block_ids
+        self.key = key
+        self.last_used = 0
+        self.children: dict[BlockHash, Node] = {}  # full blocks only
+        self.sorted_keys: list[bytes] = []  # first block's tokens of each child, partial ones too
+        self.sorted_children: list[Node] = []
+
+
+class RadixIndex:
+    """Blocks by prefix. Knows nothing of pins: its caller decides what may be cut."""
+
+    def __init__(self, block_size: int) -> None:
+        self._width = block_size * TOKEN_BYTES
+        self._roots: dict[BlockHash, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []  # heap; entries may be stale
+        self._num_nodes = 0
+        self._clock = 0
+        self._serial = 0
+
+    def root(self, root_hash: BlockHash) -> Node:
+        """Where chains of this root start. Kept only once it has children."""
+        root = self._roots.get(root_hash)
+        return root if root is not None else Node(None, [root_hash], [], b"")
+
+    def walk(
+        self, node: Node, hashes: Sequence[BlockHash], start: int, stop: int
+    ) -> tuple[Node, list[BlockId]]:
+        """Follow hashes[start:stop] down from the end of `node`.
+
+        Returns the node where it ends, split so that it ends exactly there, and the blocks passed.
+        """
+        block_ids: list[BlockId] = []
+        while start < stop:
+            child = node.children.get(hashes[start])
+            if child is None:
+                break
+            matched = _common_run(child.hashes, hashes, start, stop)
+            if matched < len(child.hashes):
+                child = self._split(child, matched)
+            block_ids += child.block_ids
+            start += matched
+            node = child
+        return node, block_ids
+
+    def closest(self, node: Node, key: bytes) -> tuple[Node, int] | None:
+        """The child of `node` whose first block shares most leading tokens with `key`, and how
+        many: at least 1. None where no child shares any."""
+        place = bisect_left(node.sorted_keys, key)
+        best: tuple[Node, int] | None = None
+        for i in range(max(place - 1, 0), min(place + 1, len(node.sorted_keys))):
+            shared = _common_tokens(node.sorted_keys[i], key)
+            if shared > (best[1] if best else 0):
+                best = node.sorted_children[i], shared
+        return best
+
+    def add(
+        self, node: Node, hashes: list[BlockHash], block_ids: list[BlockId], key: bytes
+    ) -> tuple[Node, list[BlockId]]:
+        """Hang a run of full blocks below `node`, which must not have its first block yet.
+
+        Returns the new node, and partial blocks that it makes redundant, already taken out.
+        """
+        assert hashes[0] not in node.children
+        return self._hang(node, Node(node, hashes, block_ids, key))
+
+    def add_partial(
+        self, node: Node, block_id: BlockId, key: bytes
+    ) -> tuple[Node, list[BlockId]] | None:
+        """Hang one partial block below `node`. None where a child already covers its tokens."""
+        assert 0 < len(key) < self._width
+        if self.covering(node, key) is not None:
+            return None
+        return self._hang(node, Node(node, [], [block_id], key))
+
+    def covering(self, node: Node, key: bytes) -> Node | None:
+        """The child whose first block starts with all tokens of `key`."""
+        place = bisect_left(node.sorted_keys, key)
+        if place < len(node.sorted_keys) and node.sorted_keys[place].startswith(key):
+            return node.sorted_children[place]
+        return None
+
+    def touch(self, node: Node) -> None:
+        """`node` and all above were used now. Offers `node` for eviction if it is a leaf."""
+        self._clock += 1
+        above: Node | None = node
+        while above is not None:
+            above.last_used = self._clock
+            above = above.parent
+        self.offer(node)
+
+    def offer(self, leaf: Node) -> None:
+        """Make a leaf a candidate for eviction, at the time it was last used."""
+        if not _is_leaf(leaf):
+            return
+        if len(self._leaves) > 2 * self._num_nodes:
+            self._leaves = [entry for entry in self._leaves if _is_current(entry)]
+            heapify(self._leaves)
+        self._serial += 1
+        heappush(self._leaves, (leaf.last_used, self._serial, leaf))
+
+    def pop_leaf(self) -> Node:
+        """The least recently used leaf. It is no candidate again until offered."""
+        while True:
+            entry = heappop(self._leaves)
+            if _is_current(entry):
+                return entry[2]
+
+    def cut(self, leaf: Node, num_blocks: int) -> tuple[list[BlockHash], list[BlockId]]:
+        """Remove the last blocks of a leaf. What is a leaf afterwards is offered."""
+        assert _is_leaf(leaf)
+        keep = len(leaf.block_ids) - num_blocks
+        hashes, block_ids = leaf.hashes[keep:], leaf.block_ids[keep:]
+        del leaf.hashes[keep:], leaf.block_ids[keep:]
+        if keep:
+            leaf.key = leaf.key[: keep * self._width]
+            self.offer(leaf)
+            return hashes, block_ids
+        parent = leaf.parent
+        assert parent is not None
+        if hashes:
+            del parent.children[hashes[0]]
+        self._unhang(parent, bisect_left(parent.sorted_keys, leaf.key[: self._width]))
+        if parent.parent is not None:
+            self.offer(parent)
+        elif not parent.sorted_keys:
+            del self._roots[parent.hashes[0]]
+        return hashes, block_ids
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        """Put the first blocks of `node` into a new node above it; `node` keeps its end, so
+        whoever remembers it as the end of a chain is still right."""
+        parent, at = node.parent, num_blocks * self._width
+        assert parent is not None
+        head = Node(parent, node.hashes[:num_blocks], node.block_ids[:num_blocks], node.key[:at])
+        head.last_used = node.last_used
+        place = bisect_left(parent.sorted_keys, head.key[: self._width])
+        parent.sorted_children[place] = parent.children[head.hashes[0]] = head
+        node.parent, node.key = head, node.key[at:]
+        del node.hashes[:num_blocks], node.block_ids[:num_blocks]
+        head.children[node.hashes[0]] = node
+        head.sorted_keys.append(node.key[: self._width])
+        head.sorted_children.append(node)
+        self._num_nodes += 1
+        return head
+
+    def _hang(self, parent: Node, child: Node) -> tuple[Node, list[BlockId]]:
+        first = child.key[: self._width]
+        place = bisect_left(parent.sorted_keys, first)
+        redundant: list[BlockId] = []
+        if place and first.startswith(parent.sorted_keys[place - 1]):
+            place -= 1
+            redundant = self._unhang(parent, place).block_ids
+        parent.sorted_keys.insert(place, first)
+        parent.sorted_children.insert(place, child)
+        if child.hashes:
+            parent.children[child.hashes[0]] = child
+        if parent.parent is None:
+            self._roots[parent.hashes[0]] = parent
+        self._num_nodes += 1
+        return child, redundant
+
+    def _unhang(self, parent: Node, place: int) -> Node:
+        child = parent.sorted_children.pop(place)
+        del parent.sorted_keys[place]
+        child.parent = None
+        self._num_nodes -= 1
+        return child
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.parent is not None and not node.sorted_keys
+
+
+def _is_current(entry: tuple[int, int, Node]) -> bool:
+    last_used, _serial, node = entry
+    return _is_leaf(node) and node.last_used == last_used
+
+
+def _common_run(run: list[BlockHash], hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+    """How many leading hashes of `run` are hashes[start:stop]. Chained: agreement is a prefix."""
+    size = min(len(run), stop - start)
+    if run[size - 1] == hashes[start + size - 1]:
+        return size
+    return bisect_left(range(size), True, key=lambda i: run[i] != hashes[start + i])
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    size = min(len(left), len(right))
+    for at in range(0, size, TOKEN_BYTES):
+        if left[at : at + TOKEN_BYTES] != right[at : at + TOKEN_BYTES]:
+            return at // TOKEN_BYTES
+    return size // TOKEN_BYTES
