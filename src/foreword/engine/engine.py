@@ -1,0 +1,359 @@
+"""TorchEngine: the step loop on its own thread, and the asyncio side of `generate`.
+
+The thread runs schedule, run, settle. Results of a step reach each event loop in one wake.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from foreword.core.block import Chain
+from foreword.core.cache import KVCache
+from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.identity import Identity
+from foreword.core.request import ModelCard, Output, Request, TokenLogprob
+from foreword.engine.model import LoadedModel, load_model
+from foreword.engine.runner import Part, Runner
+from foreword.engine.sampler import sample, token_logprob, uniform
+from foreword.engine.scheduler import Scheduler, Step
+from foreword.engine.sequence import Sequence, TextStream
+from foreword.engine.stats import Stats
+
+log = logging.getLogger("foreword.engine")
+
+BLOCK_SIZE = 16  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What a user may choose about the engine."""
+
+    model: str = "smollm2"
+    served_name: str | None = None
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None  # tokens; None: the model's own
+    kv_bytes: int = 1 << 30  # device memory for KV
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 512  # of one step while others decode
+    max_prefill_tokens: int = 2048  # of one step while nothing decodes
+    exact: bool = True
+    prefix_caching: bool = True
+    num_threads: int | None = None  # None: torch's own choice
+
+
+class Stream:
+    """One request's way back: outputs of the engine thread to the loop that awaits them."""
+
+    def __init__(self, request: Request, num_open: int) -> None:
+        self.request = request
+        self.num_open = num_open
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Output | EngineStopped] = asyncio.Queue()
+        self.submitted_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.samples: list[Sequence] = []
+
+
+class TorchEngine:
+    """A served model. `start` before `generate`; `stop` at the end."""
+
+    def __init__(self, model: LoadedModel, runner: Runner, settings: EngineSettings) -> None:
+        self.model = model
+        self.runner = runner
+        self.settings = settings
+        self.exact, self.exact_reason = runner.exactness
+        self.identity: Identity = model.identity(BLOCK_SIZE, self.exact_numerics())
+        num_blocks = runner.kv.num_blocks
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, reuse=settings.prefix_caching)
+        self.scheduler = Scheduler(
+            self.cache,
+            settings.max_num_seqs,
+            settings.max_batch_tokens,
+            settings.max_prefill_tokens,
+        )
+        self.stats = Stats()
+        self._card = ModelCard(
+            settings.served_name or model.name, model.max_model_len, model.vocab_size
+        )
+        self._streams: dict[Sequence, Stream] = {}
+        self._wake = threading.Condition()
+        self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
+        self._draining = False
+        self._stopping = False
+        self._idle = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+
+    @classmethod
+    def load(cls, settings: EngineSettings) -> "TorchEngine":
+        """Load the model and reserve the KV memory. Raises what `load_model` raises, and
+        ValueError when the memory holds less than one block per sequence position."""
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        model = load_model(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_model_len=settings.max_model_len,
+        )
+        num_blocks = settings.kv_bytes // model.block_bytes(BLOCK_SIZE)
+        if num_blocks < 2:
+            raise ValueError(
+                f"{settings.kv_bytes} bytes of KV memory hold {num_blocks} blocks of "
+                f"{model.block_bytes(BLOCK_SIZE)} bytes; at least 2 are needed"
+            )
+        return cls(model, Runner(model, num_blocks, BLOCK_SIZE, settings.exact), settings)
+
+    def exact_numerics(self) -> str:
+        """The Identity's numerics: what the stored bits depend on, empty unless exact."""
+        if not self.exact:
+            return ""
+        cpu = torch.backends.cpu.get_cpu_capability()
+        return f"exact;torch {torch.__version__};{self.settings.device};{cpu}"
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def banner_facts(self) -> dict[str, str]:
+        """What the server says of itself at start, in order."""
+        pool = self.cache.pool
+        size = pool.num_blocks * self.model.block_bytes(BLOCK_SIZE) / (1 << 20)
+        return {
+            "model": f"{self.card.name}, {self.settings.dtype} on {self.settings.device}",
+            "context": f"{self.card.max_model_len:,} tokens",
+            "KV pool": f"{pool.num_blocks * BLOCK_SIZE:,} tokens, {size:,.0f} MiB",
+            "reuse": "on" if self.settings.prefix_caching else "off",
+            "exact": f"{'yes' if self.exact else 'no'}: {self.exact_reason}",
+        }
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones finish for `drain_s` seconds, then end."""
+        self._draining = True
+        with self._wake:
+            self._wake.notify()
+        await asyncio.to_thread(self._idle.wait, drain_s)
+        self._stopping = True
+        with self._wake:
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def encode_chat(self, messages: Items[Mapping[str, Any]]) -> list[int]:
+        try:
+            text = self.model.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {error}", "messages"
+            ) from error
+        return self.encode(text)
+
+    def decode(self, token_ids: Items[int]) -> str:
+        text: str = self.model.tokenizer.decode(list(token_ids))
+        return text
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        self._validate(request)
+        if self._draining:
+            raise EngineStopped("The server is shutting down.")
+        stream = Stream(request, request.n)
+        self._post(True, stream)
+        try:
+            while stream.num_open:
+                output = await stream.queue.get()
+                if isinstance(output, EngineStopped):
+                    raise output
+                stream.num_open -= output.finish_reason is not None
+                yield output
+        finally:
+            if stream.num_open:
+                self._post(False, stream)
+
+    def _validate(self, request: Request) -> None:
+        total = len(request.prompt) + request.sampling.max_tokens
+        if not request.prompt:
+            raise RequestError("The prompt is empty: send at least one token.", "prompt")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.card.vocab_size:
+            raise RequestError(
+                f"Token ids must lie from 0 to {self.card.vocab_size - 1}.", "prompt"
+            )
+        limit = min(self.card.max_model_len, self.cache.pool.num_blocks * BLOCK_SIZE)
+        if total > limit:
+            raise RequestError(
+                f"The prompt has {len(request.prompt)} tokens and max_tokens is "
+                f"{request.sampling.max_tokens}: together {total}, over the limit of {limit}.",
+                "max_tokens",
+            )
+
+    def _post(self, starts: bool, stream: Stream) -> None:
+        with self._wake:
+            self._inbox.append((starts, stream))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._receive()
+                step = self.scheduler.schedule()
+                if step.work:
+                    self._deliver(self._step(step))
+        finally:
+            self._draining = True
+            self._idle.set()
+            for stream in set(self._streams.values()) | {s for starts, s in self._inbox if starts}:
+                stopped = EngineStopped("The engine stopped before this request was done.")
+                _call(stream.loop, [(stream, stopped)])
+
+    def _receive(self) -> None:
+        """Take new and cancelled requests; sleep while there is nothing to do."""
+        with self._wake:
+            while not (self._inbox or self._streams or self._stopping):
+                if self._draining:
+                    self._idle.set()
+                self._wake.wait()
+            letters = list(self._inbox)
+            self._inbox.clear()
+        for starts, stream in letters:
+            if starts:
+                self._begin(stream)
+            else:
+                self._forget([s for s in stream.samples if s in self._streams])
+
+    def _begin(self, stream: Stream) -> None:
+        request = stream.request
+        root = self.identity.root_hash(request.cache_salt)
+        seed = request.sampling.seed
+        if seed is None:
+            seed = int.from_bytes(os.urandom(8), "big")
+        tokenizer = self.model.tokenizer.backend_tokenizer
+        stream.samples = [
+            Sequence(
+                request,
+                index,
+                Chain(root, BLOCK_SIZE, request.prompt),
+                seed,
+                TextStream(tokenizer, request.sampling.stop),
+            )
+            for index in range(request.n)
+        ]
+        self._streams.update(dict.fromkeys(stream.samples, stream))
+        self.scheduler.add(stream.samples)
+
+    def _forget(self, sequences: Items[Sequence]) -> None:
+        self.scheduler.finish(sequences)
+        for sequence in sequences:
+            del self._streams[sequence]
+
+    def _step(self, step: Step) -> list[tuple[Stream, Output]]:
+        """Run one step and tell the cache; returns what each stream gained."""
+        begin_s = time.perf_counter()
+        for sequence, copy in step.copies:
+            assert sequence.lease is not None
+            self.runner.copy(copy.source, copy.target, copy.num_tokens)
+            self.cache.filled(sequence.lease, copy.num_tokens)
+        logits = self.runner.step([_part(sequence, num) for sequence, num in step.work])
+        self.stats.add_step(
+            sum(num for sequence, num in step.work if not sequence.is_decoding),
+            sum(sequence.is_decoding for sequence, _num in step.work),
+            time.perf_counter() - begin_s,
+        )
+        ready = [s for s, num in step.work if self.scheduler.settle(s, num)]
+        outputs = [
+            (self._streams[sequence], self._sample(sequence, row))
+            for sequence, row in zip(ready, logits, strict=True)
+        ]
+        for sequence in ready:
+            self.scheduler.start_siblings(sequence)
+        self._forget([sequence for sequence in ready if sequence.finish_reason is not None])
+        return outputs
+
+    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> Output:
+        params = sequence.request.sampling
+        draw = uniform(sequence.seed, sequence.index, len(sequence.chain))
+        token_id = sample(logits, params, draw)
+        sequence.chain.extend((token_id,))
+        stops = token_id in self.model.eos_token_ids and not params.ignore_eos
+        text, met = ("", False) if stops else sequence.text.push(token_id)
+        if stops or met:
+            sequence.finish_reason = "stop"
+        elif sequence.num_sampled >= params.max_tokens:
+            sequence.finish_reason = "length"
+        if sequence.finish_reason is not None and not met:
+            text += sequence.text.flush()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if params.logprobs is not None:
+            logprobs = (token_logprob(logits, token_id, params.logprobs),)
+        return Output(
+            sequence.index,
+            (token_id,),
+            text,
+            logprobs,
+            sequence.finish_reason,
+            sequence.num_cached_tokens or 0,
+        )
+
+    def _deliver(self, outputs: list[tuple[Stream, Output]]) -> None:
+        """One wake per event loop and step, and a line in the log per finished request."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Output | EngineStopped]]] = {}
+        for stream, output in outputs:
+            if stream.first_token_s is None:
+                stream.first_token_s = time.monotonic()
+                self._log_first_token(stream, output)
+            by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, letters in by_loop.items():
+            _call(loop, letters)
+
+    def _log_first_token(self, stream: Stream, output: Output) -> None:
+        assert stream.first_token_s is not None
+        ttft_s = stream.first_token_s - stream.submitted_s
+        num_reused = output.num_cached_tokens
+        log.info(
+            "request %s: %d tokens reused, %d computed, TTFT %.0f ms, without cache about %.0f ms",
+            json.dumps(stream.request.request_id),
+            num_reused,
+            len(stream.request.prompt) - num_reused,
+            ttft_s * 1e3,
+            (ttft_s + self.stats.prefill_s(num_reused)) * 1e3,
+        )
+
+
+def _part(sequence: Sequence, num_tokens: int) -> Part:
+    lease = sequence.lease
+    assert lease is not None
+    start = lease.num_computed_tokens
+    stop = start + num_tokens
+    token_ids = sequence.chain.token_ids[start:stop]
+    return Part(lease.block_ids, start, token_ids, stop == len(sequence.chain))
+
+
+def _call(
+    loop: asyncio.AbstractEventLoop, letters: Items[tuple[Stream, Output | EngineStopped]]
+) -> None:
+    def put() -> None:
+        for stream, output in letters:
+            stream.queue.put_nowait(output)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        log.debug("an event loop closed before its outputs came")

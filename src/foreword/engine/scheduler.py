@@ -1,0 +1,130 @@
+"""Decide what each step computes: which sequences, how many tokens of each, within a budget.
+
+Running sequences come first, one token for those that decode; then waiting ones are admitted in
+order of arrival. A sequence whose next block another one is computing is passed over, holding
+nothing, and asks again in the next step, so nothing ever waits on a lock.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from foreword.core.cache import Copy, KVCache, Refusal
+from foreword.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """What to run: the copies first, then the new tokens of each sequence."""
+
+    copies: list[tuple[Sequence, Copy]] = field(default_factory=list)
+    work: list[tuple[Sequence, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """`max_batch_tokens` bounds a step while anything decodes next to it, and `max_prefill_tokens`
+    when nothing does: large chunks are cheaper but would stall the streams."""
+
+    def __init__(
+        self, cache: KVCache, max_num_seqs: int, max_batch_tokens: int, max_prefill_tokens: int
+    ) -> None:
+        self.cache = cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._max_num_seqs = max_num_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self._max_prefill_tokens = max_prefill_tokens
+        self._num_arrivals = 0
+
+    def add(self, samples: list[Sequence]) -> None:
+        """Queue the samples of one request: the first computes the prompt for all of them."""
+        samples[0].siblings = samples[1:]
+        self._num_arrivals += 1
+        for sample in samples:
+            sample.arrival = self._num_arrivals
+        self.waiting.append(samples[0])
+
+    def schedule(self) -> Step:
+        """The next step. Empty only when nothing waits or runs."""
+        step = Step()
+        num_preemptions = self.num_preemptions
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        budget = self._max_batch_tokens if decoding else self._max_prefill_tokens
+        for sequence in decoding:
+            if sequence.lease is not None and self._make_room(sequence, step):
+                step.work.append((sequence, 1))
+        budget -= len(step.work)
+        for sequence in prefilling:
+            if sequence.lease is not None and budget > 0:
+                num_tokens = min(budget, sequence.num_uncomputed)
+                step.work.append((sequence, num_tokens))
+                budget -= num_tokens
+        if self.num_preemptions == num_preemptions:
+            self._admit(step, budget)
+        return step
+
+    def settle(self, sequence: Sequence, num_tokens: int) -> bool:
+        """`num_tokens` were computed. True when the newest token's logits are wanted: sample."""
+        assert sequence.lease is not None
+        self.cache.filled(sequence.lease, num_tokens)
+        return sequence.num_uncomputed == 0
+
+    def start_siblings(self, sequence: Sequence) -> None:
+        """The prompt is computed: the other samples start from its blocks."""
+        if sequence.siblings:
+            assert sequence.lease is not None
+            self.cache.publish_end(sequence.lease)
+            self.waiting.extendleft(reversed(sequence.siblings))
+            sequence.siblings = []
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences, done or cancelled, and release what they lease."""
+        gone = dict.fromkeys(sequences)
+        for sequence in gone:
+            if sequence.lease is not None:
+                self.cache.release(sequence.lease)
+                sequence.lease = None
+        self.running = [s for s in self.running if s not in gone]
+        self.waiting = deque(s for s in self.waiting if s not in gone)
+
+    def _admit(self, step: Step, budget: int) -> None:
+        passed_over: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting.popleft()
+            admitted = self.cache.admit(sequence.chain)
+            if isinstance(admitted, Refusal):
+                passed_over.append(sequence)
+                if admitted is Refusal.NO_ROOM:
+                    break
+                continue
+            sequence.lease, copies = admitted
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = sequence.lease.num_reused_tokens
+            step.copies += [(sequence, copy) for copy in copies]
+            self.running.append(sequence)
+            num_tokens = min(budget, len(sequence.chain) - sequence.lease.num_reused_tokens)
+            step.work.append((sequence, num_tokens))
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _make_room(self, sequence: Sequence, step: Step) -> bool:
+        """Lease a slot for the newest token, preempting the youngest while there is no room."""
+        assert sequence.lease is not None
+        while not self.cache.extend(sequence.lease, len(sequence.chain)):
+            youngest = max(self.running, key=lambda s: (s.arrival, s.index))
+            self._preempt(youngest, step)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
+        """Take back a lease. What was computed stays cached, so the return is cheap if it is soon."""
+        assert sequence.lease is not None
+        self.cache.release(sequence.lease)
+        sequence.lease = None
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        step.work = [(other, num) for other, num in step.work if other is not sequence]
+        self.num_preemptions += 1

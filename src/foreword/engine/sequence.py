@@ -1,0 +1,84 @@
+"""One sample of a request on its way through the engine: its tokens, lease and text."""
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from foreword.core.block import Chain
+from foreword.core.cache import Lease
+from foreword.core.request import FinishReason, Request
+
+
+class Sequence:
+    """`chain` holds the prompt, then what was sampled. The newest sampled token has no KV yet."""
+
+    def __init__(
+        self, request: Request, index: int, chain: Chain, seed: int, text: "TextStream"
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.chain = chain
+        self.seed = seed
+        self.text = text
+        self.arrival = 0  # order of admission; the youngest is preempted first
+        self.lease: Lease | None = None
+        self.siblings: list[Sequence] = []  # samples that start when the prompt is computed
+        self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.chain) - len(self.request.prompt)
+
+    @property
+    def num_uncomputed(self) -> int:
+        assert self.lease is not None
+        return len(self.chain) - self.lease.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_sampled > 0 and self.num_uncomputed == 1
+
+
+class TextStream:
+    """Turns a sample's tokens into text pieces, holding back incomplete characters and what may
+    become a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._held = ""
+        self._token_ids: list[int] = []
+        self._num_characters = 0
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """The text that may be sent now, and whether a stop string was met (it is left out)."""
+        self._token_ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id) or ""
+        self._num_characters += len(piece)
+        self._held += piece
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            text, self._held = self._held[: min(found)], ""
+            return text, True
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        at = len(self._held) - keep
+        text, self._held = self._held[:at], self._held[at:]
+        return text, False
+
+    def flush(self) -> str:
+        """The rest, at the end: no stop string came, and incomplete characters stay incomplete."""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        return self._held + whole[self._num_characters :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many last characters of `text` are first characters of `stop`."""
+    return next(
+        (
+            size
+            for size in range(min(len(text), len(stop) - 1), 0, -1)
+            if stop[:size] == text[-size:]
+        ),
+        0,
+    )

@@ -1,0 +1,29 @@
+"""Counts of what the engine did, and the measured price of prefill."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Stats:
+    """Since start. Tokens are counted when computed; reused ones never are."""
+
+    num_prefilled_tokens: int = 0
+    num_decoded_tokens: int = 0
+    num_steps: int = 0
+    _prefill_step_s: float = 0.0
+    _prefill_step_tokens: int = 0
+
+    def add_step(self, num_prefilled: int, num_decoded: int, seconds: float) -> None:
+        self.num_steps += 1
+        self.num_prefilled_tokens += num_prefilled
+        self.num_decoded_tokens += num_decoded
+        if num_prefilled >= 32 and not num_decoded:
+            self._prefill_step_s += seconds
+            self._prefill_step_tokens += num_prefilled
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds that prefilling `num_tokens` would have taken at the average so far. 0 before
+        anything was measured. Short chunks are left out: their price is not the tokens'."""
+        if not self._prefill_step_tokens:
+            return 0.0
+        return num_tokens * self._prefill_step_s / self._prefill_step_tokens

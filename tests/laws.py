@@ -1,0 +1,142 @@
+"""Laws that hold between calls, across the core's objects: none of them can be seen from inside
+one object. `Slots` stands in for device memory and holds, for each token slot, the true prefix."""
+
+from foreword.core.block import TOKEN_BYTES
+from foreword.core.cache import BlockState
+from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+class Slots:
+    """What each slot of each block holds: the chain root and all tokens up to it, or None."""
+
+    def __init__(self, num_blocks, block_size):
+        self.block_size = block_size
+        self.held = [[None] * block_size for _ in range(num_blocks)]
+
+    def copy(self, copy):
+        for i in range(copy.num_tokens):
+            assert self.held[copy.source][i] is not None, "copied what nobody wrote"
+            self.held[copy.target][i] = self.held[copy.source][i]
+
+    def compute(self, lease, num_tokens):
+        """Write the next tokens' KV, after reading all that come before, as attention does."""
+        start = lease.num_computed_tokens
+        self.check(lease)
+        for at in range(start, start + num_tokens):
+            block, offset = divmod(at, self.block_size)
+            truth = (lease.chain.root, *lease.chain.token_ids[: at + 1])
+            self.held[lease.block_ids[block]][offset] = truth
+
+    def check(self, lease):
+        for at in range(lease.num_computed_tokens):
+            block, offset = divmod(at, self.block_size)
+            truth = (lease.chain.root, *lease.chain.token_ids[: at + 1])
+            assert self.held[lease.block_ids[block]][offset] == truth, "wrong KV"
+
+
+def nodes(cache):
+    """All nodes of the index but the roots."""
+    found = []
+    pending = list(cache.index._roots.values())
+    while pending:
+        node = pending.pop()
+        found += node.sorted_children
+        pending += node.sorted_children
+    return found
+
+
+def check_pool(cache, leases):
+    pool = cache.pool
+    pins = [0] * pool.num_blocks
+    for lease in leases:
+        for block_id in lease.block_ids:
+            pins[block_id] += 1
+        if lease.copy is not None:
+            pins[lease.copy.source] += 1
+    assert pins == pool.pins, "a pin without a lease, or a lease without its pin"
+    idle = [i for i, count in enumerate(pins) if count == 0 and pool.cached[i]]
+    blank = [i for i, count in enumerate(pins) if count == 0 and not pool.cached[i]]
+    assert pool.num_idle == len(idle)
+    assert sorted(pool._blank) == blank
+    assert pool.num_free == len(idle) + len(blank)
+    assert pool.num_blank == len(blank)
+    assert pool.num_leased == sum(count > 0 for count in pins)
+
+
+def check_index(cache):
+    index, pool = cache.index, cache.pool
+    width = cache.block_size * TOKEN_BYTES
+    all_nodes = nodes(cache)
+    in_tree = [block_id for node in all_nodes for block_id in node.block_ids]
+    assert sorted(in_tree) == [i for i in range(pool.num_blocks) if pool.cached[i]]
+    assert index._num_nodes == len(all_nodes)
+    candidates = {id(node) for used, _, node in index._leaves if used == node.last_used}
+    for root_hash, root in index._roots.items():
+        assert root.hashes == [root_hash]
+        assert root.sorted_keys, "an empty root is forgotten"
+        check_children(root, width)
+    for node in all_nodes:
+        check_children(node, width)
+        if node.hashes:
+            assert len(node.hashes) == len(node.block_ids) == len(node.key) // width
+            assert len(node.key) % width == 0
+        else:
+            assert len(node.block_ids) == 1
+            assert 0 < len(node.key) < width
+            assert not node.sorted_keys, "a partial block is a leaf"
+        pinned = [pool.pins[i] > 0 for i in node.block_ids]
+        assert pinned == sorted(pinned, reverse=True), "a block outlives none of its children"
+        if node.parent.block_ids and pinned[0]:
+            assert pool.pins[node.parent.block_ids[-1]] > 0, "a pinned block's parent is pinned"
+        if not node.sorted_keys and not pinned[-1]:
+            assert id(node) in candidates, "an idle leaf that nothing can evict"
+
+
+def check_children(node, width):
+    assert node.sorted_keys == sorted(node.sorted_keys)
+    assert node.sorted_keys == [child.key[:width] for child in node.sorted_children]
+    for left, right in zip(node.sorted_keys, node.sorted_keys[1:], strict=False):
+        assert not right.startswith(left), "a block that another covers"
+    full = {child.hashes[0]: child for child in node.sorted_children if child.hashes}
+    assert node.children == full
+    assert all(child.parent is node for child in node.sorted_children)
+
+
+def check_leases(leases, block_size):
+    leaders = [lease.leads for lease in leases if lease.leads is not None]
+    assert len(leaders) == len(set(leaders))
+    for lease in leases:
+        full = lease.num_computed_tokens // block_size
+        loading = lease.copy is not None
+        expected = [BlockState.READY] * full + [BlockState.LOADING] * loading
+        expected += [BlockState.BLANK] * (len(lease.block_ids) - len(expected))
+        assert list(lease.states) == expected
+        assert lease.num_published in (0, full)
+
+
+class Listener:
+    """Follows KV events, as a router would; `hashes` must equal what the index holds."""
+
+    def __init__(self):
+        self.parents = {}
+
+    def hear(self, events):
+        for event in events:
+            if isinstance(event, BlockStored):
+                assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                parent = event.parent_block_hash
+                assert parent is None or parent in self.parents, "a child before its parent"
+                for block_hash in event.block_hashes:
+                    assert block_hash not in self.parents, "stored twice"
+                    self.parents[block_hash] = parent
+                    parent = block_hash
+            elif isinstance(event, BlockRemoved):
+                for block_hash in event.block_hashes:
+                    del self.parents[block_hash]
+                    assert block_hash not in self.parents.values(), "removed before its child"
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                self.parents.clear()
+
+    def check(self, cache):
+        assert set(self.parents) == {h for node in nodes(cache) for h in node.hashes}
