@@ -1,1 +1,1 @@
-"""Decide what KV to reuse, keep, load or drop. Pure: no I/O, clock, randomness, threads or torch."""
+"""Decide what KV to reuse, keep, load or drop. Pure: no I/O, clock, randomness or torch."""

@@ -139,12 +139,25 @@ class KVCache:
             if self.reuse:
                 self._publish(lease, full)
 
-    def publish_end(self, lease: Lease) -> None:
+    def publish_end(self, lease: Lease) -> Node | None:
         """Let others copy from the lease's unfinished last block, as far as it is computed.
 
-        Done at release anyway; done earlier for samples that share a prompt.
+        Done at release anyway; done earlier for samples that share a prompt. Returns the deepest
+        node that covers what the lease computed, None where there is none.
         """
-        self._publish_end(lease)
+        first = lease.num_published * self.block_size
+        if not self.reuse or lease.num_computed_tokens == first:
+            return lease.end
+        key = bytes(lease.chain.key[first * TOKEN_BYTES : lease.num_computed_tokens * TOKEN_BYTES])
+        block_id = lease.block_ids[lease.num_published]
+        parent = self._end(lease)
+        added = self.index.add_partial(parent, block_id, key)
+        if added is None:
+            return self.index.covering(parent, key)
+        node, redundant = added
+        self.pool.drop(redundant)
+        self.pool.keep((block_id,))
+        return node
 
     def release(self, lease: Lease) -> None:
         """End the lease, at any time. What was published stays, idle, until evicted."""
@@ -153,7 +166,7 @@ class KVCache:
         self._follow(lease)
         if lease.copy is not None:
             self.pool.unpin((lease.copy.source,))
-        leaf = self._publish_end(lease)
+        leaf = self.publish_end(lease)
         self.pool.unpin(lease.block_ids)
         if leaf is not None:
             self.index.touch(leaf)
@@ -233,22 +246,6 @@ class KVCache:
         lease.num_published, lease.end = full, node
         self._follow(lease)
         self._lead(lease)
-
-    def _publish_end(self, lease: Lease) -> Node | None:
-        """Returns the deepest node that covers what the lease computed, None where there is none."""
-        first = lease.num_published * self.block_size
-        if not self.reuse or lease.num_computed_tokens == first:
-            return lease.end
-        key = bytes(lease.chain.key[first * TOKEN_BYTES : lease.num_computed_tokens * TOKEN_BYTES])
-        block_id = lease.block_ids[lease.num_published]
-        parent = self._end(lease)
-        added = self.index.add_partial(parent, block_id, key)
-        if added is None:
-            return self.index.covering(parent, key)
-        node, redundant = added
-        self.pool.drop(redundant)
-        self.pool.keep((block_id,))
-        return node
 
     def _end(self, lease: Lease) -> Node:
         return lease.end if lease.end is not None else self.index.root(lease.chain.root)

@@ -44,7 +44,7 @@ class Identity:
         return BlockHash(digest.digest())
 
     def differences(self, other: "Identity") -> tuple[str, ...]:
-        """Names of the fields that differ, in field order: the reason why two caches cannot share."""
+        """Names of the fields that differ, in field order: why two caches cannot share."""
         return tuple(
             field.name
             for field in fields(self)

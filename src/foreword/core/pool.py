@@ -86,7 +86,7 @@ class BlockPool:
                 self._blank.append(block_id)
 
     def num_idle_at_end(self, block_ids: Sequence[BlockId], limit: int) -> int:
-        """How many of the last `limit` slots are unpinned, counted from the end to the first pin."""
+        """How many slots are unpinned, from the end to the first pin or to `limit`."""
         pins = self.pins
         for count, block_id in enumerate(reversed(block_ids)):
             if count == limit or pins[block_id]:

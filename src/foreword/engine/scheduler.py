@@ -120,7 +120,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
-        """Take back a lease. What was computed stays cached, so the return is cheap if it is soon."""
+        """Take back a lease. What was computed stays cached: a soon return is cheap."""
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
         sequence.lease = None
