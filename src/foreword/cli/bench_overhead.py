@@ -1,0 +1,140 @@
+"""`foreword bench overhead`: what the cache costs when nothing is shared.
+
+Three figures: the CPU share of core calls in a run whose prompts share nothing; the CPU seconds of
+such runs with reuse on against off, in interleaved pairs; and the core's bookkeeping per block
+(hash, match, allocate, publish, free, evicting all the while) against a bare SHA-256 chain.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+from foreword.cli.measure import (
+    add_model_arguments,
+    ask,
+    engine_settings,
+    forced,
+    mean_interval,
+    random_tokens,
+)
+from foreword.core.block import BlockHash, Chain, token_key
+from foreword.core.cache import KVCache, Refusal
+from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+
+NUM_BLOCKS = 2048
+ROOT = BlockHash(bytes(32))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=4, help="of a run, at once")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=16)
+
+
+class TimedCache:
+    """Stands before a KVCache and adds up the CPU seconds of its calls."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.cpu_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._cache, name)
+        return self._timed(member) if callable(member) else member
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin_s = time.thread_time()
+            result = call(*args)
+            self.cpu_s += time.thread_time() - begin_s
+            return result
+
+        return timed
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys: `cpu_share`, `cpu_ratio` (on / off, mean of pairs), `cpu_ratio_ci` (95 %),
+    `us_per_block`, `sha_us_per_block`, `block_ratio`."""
+    return {**bookkeeping(), **asyncio.run(_engine_runs(args))}
+
+
+def bookkeeping(rounds: int = 9) -> dict[str, Any]:
+    """Medians of interleaved rounds over the same token ids; every round evicts the last one's."""
+    draw = random.Random(0)
+    cache = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    ours, bare = [], []
+    for number in range(rounds + 1):
+        token_ids = [draw.randrange(1 << 16) for _ in range(NUM_BLOCKS * BLOCK_SIZE)]
+        begin_s = time.process_time()
+        admitted = cache.admit(Chain(ROOT, BLOCK_SIZE, token_ids))
+        assert not isinstance(admitted, Refusal)
+        cache.filled(admitted[0], len(token_ids))
+        cache.release(admitted[0])
+        ours_s = time.process_time() - begin_s
+        key, parent, width = token_key(token_ids), bytes(ROOT), 4 * BLOCK_SIZE
+        begin_s = time.process_time()
+        for at in range(0, len(key), width):
+            parent = sha256(parent + key[at : at + width]).digest()
+        if number:  # the first finds an empty cache and evicts nothing
+            ours.append(ours_s / NUM_BLOCKS * 1e6)
+            bare.append((time.process_time() - begin_s) / NUM_BLOCKS * 1e6)
+    ours_us, bare_us = statistics.median(ours), statistics.median(bare)
+    return {
+        "us_per_block": ours_us,
+        "sha_us_per_block": bare_us,
+        "block_ratio": statistics.median(a / b for a, b in zip(ours, bare, strict=True)),
+    }
+
+
+async def _engine_runs(args: argparse.Namespace) -> dict[str, Any]:
+    engines = [
+        TorchEngine.load(engine_settings(args, prefix_caching=on, exact=False))
+        for on in (True, False)
+    ]
+    timed = TimedCache(engines[0].cache)
+    engines[0].scheduler.cache = timed  # type: ignore[assignment]
+    engines[0].cache = timed  # type: ignore[assignment]
+    for engine in engines:
+        engine.start()
+    seconds: list[list[float]] = [[], []]
+    share = []
+    for pair in range(args.pairs + 1):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            core_s = timed.cpu_s
+            spent_s, hash_s = await _unshared(engines[which], pair, args)
+            if pair:  # the first pair warms up
+                seconds[which].append(spent_s)
+                if which == 0:
+                    share.append((timed.cpu_s - core_s + hash_s) / spent_s)
+    for engine in engines:
+        await engine.stop(1.0)
+    ratios = [on / off for on, off in zip(*seconds, strict=True)]
+    return {
+        "cpu_share": statistics.median(share),
+        "cpu_ratio": statistics.fmean(ratios),
+        "cpu_ratio_ci": mean_interval(ratios),
+        "pairs": args.pairs,
+        "cpu_s": {"on": statistics.median(seconds[0]), "off": statistics.median(seconds[1])},
+    }
+
+
+async def _unshared(engine: TorchEngine, seed: int, args: argparse.Namespace) -> tuple[float, float]:
+    """CPU seconds of one run, and of hashing its prompts, which both kinds of run do."""
+    prompts = [
+        random_tokens(1000 * seed + i, args.prompt_tokens, engine) for i in range(args.prompts)
+    ]
+    begin_s = time.thread_time()
+    for prompt in prompts:
+        Chain(ROOT, BLOCK_SIZE, prompt)
+    hash_s = time.thread_time() - begin_s
+    sampling = forced(engine, args.new_tokens)
+    begin_s = time.process_time()
+    await asyncio.gather(*(ask(engine, prompt, sampling) for prompt in prompts))
+    return time.process_time() - begin_s, hash_s

@@ -1,0 +1,127 @@
+"""`foreword bench ttft`: the time to the first token, cold and from the device, through HTTP.
+
+A server is started on a free port. Prompts are token ids, so lengths are exact. Cold prompts have
+a prefix that was never seen; warm ones repeat it with a new tail; "anywhere" ones end inside a
+block of the known prefix, then add a new tail.
+"""
+
+import argparse
+import http.client
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+START_S = 180.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of the server")
+    parser.add_argument("--prefix", type=int, default=3000, help="tokens")
+    parser.add_argument("--tail", type=int, default=16, help="new tokens after the prefix")
+    parser.add_argument("--rounds", type=int, default=7, help="cold prefixes; each gets 2 warm")
+    parser.add_argument("--exact", choices=["auto", "off"], default="auto")
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[tuple[int, str]]:
+    """A `foreword serve` on a free port of this machine: its port and the model's name."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "foreword.cli.main", "serve", "--port", str(port), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        yield port, _wait_until_ready(process, port)
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int) -> str:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended: {process.communicate()[1].decode()[-2000:]}")
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/v1/models")
+            return str(json.load(connection.getresponse())["data"][0]["id"])
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"the server was not ready after {START_S:.0f} s")
+
+
+def first_token(port: int, model: str, prompt: list[int]) -> tuple[float, int]:
+    """Seconds to the first streamed token, and how many prompt tokens were computed."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 2,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    payload = json.dumps(body)
+    begin_s = time.perf_counter()
+    connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(response.read().decode())
+    ttft_s, usage = 0.0, None
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        ttft_s = ttft_s or time.perf_counter() - begin_s
+        usage = json.loads(line[6:]).get("usage") or usage
+    connection.close()
+    assert usage is not None
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return ttft_s, usage["prompt_tokens"] - cached
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys: `cold_s`, `device_s`, `anywhere_s` (medians), `ratio`, `computed_tokens` (the most
+    that any warm prompt computed; the tail is all that is new)."""
+    draw = random.Random(time.time_ns())
+    ids = range(100, 400)  # ordinary tokens in every model this serves
+
+    def tokens(count: int) -> list[int]:
+        return draw.choices(ids, k=count)
+
+    cold, warm, anywhere = [], [], []
+    flags = ["--model", args.model, "--threads", str(args.threads), "--exact", args.exact]
+    with server(*flags) as (port, model):
+        first_token(port, model, tokens(args.prefix))
+        for i in range(args.rounds):
+            prefix = tokens(args.prefix)
+            cold.append(first_token(port, model, prefix + tokens(args.tail)))
+            # A new tail starts with a token that no earlier tail had there: none is shared.
+            warm += [first_token(port, model, [*prefix, 500 + k, *tokens(args.tail - 1)])
+                     for k in range(2)]
+            cut = args.prefix - 37 * (i + 1)
+            anywhere.append(
+                first_token(port, model, [*prefix[:cut], 510, *tokens(args.tail - 1)])
+            )
+    cold_s = statistics.median(ttft_s for ttft_s, _ in cold)
+    device_s = statistics.median(ttft_s for ttft_s, _ in warm)
+    return {
+        "cold_s": cold_s,
+        "device_s": device_s,
+        "anywhere_s": statistics.median(ttft_s for ttft_s, _ in anywhere),
+        "ratio": cold_s / device_s,
+        "computed_tokens": max(computed for _, computed in warm + anywhere),
+        "cold_computed_tokens": statistics.median(computed for _, computed in cold),
+        "prefix_tokens": args.prefix,
+        "tail_tokens": args.tail,
+        "rounds": args.rounds,
+    }
