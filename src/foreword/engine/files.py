@@ -1,0 +1,39 @@
+"""Where this machine keeps what is made once: converted models and digests of large files."""
+
+import os
+import tempfile
+from contextlib import suppress
+from hashlib import file_digest, sha256
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """FOREWORD_CACHE_DIR, else `foreword` in the user's cache folder. Not created here."""
+    if own := os.environ.get("FOREWORD_CACHE_DIR"):
+        return Path(own)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "foreword"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file in hex; remembered by path, size, mtime and inode."""
+    path = path.resolve()
+    stat = path.stat()
+    key = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
+    memo = cache_folder() / "digests" / sha256(key.encode()).hexdigest()
+    with suppress(OSError):
+        return memo.read_text()
+    with path.open("rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
+    with suppress(OSError):  # a folder that cannot be written costs a second reading, no more
+        write_whole(memo, digest)
+    return digest
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    Path(part).replace(path)

@@ -1,0 +1,90 @@
+"""PagedKV: the device's pool of keys and values, and the transformers Cache that writes to it."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+# Attention reads keys in tiles of this many tokens and may read past a sequence's end (masked),
+# so the pool has as many slots after its last block. They stay zero.
+TILE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV of one token in one layer, and how far back the layer looks (None: all the way)."""
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None
+
+
+class PagedKV:
+    """`num_blocks` blocks of `block_size` token slots, in each layer one tensor for keys and one
+    for values, [slots, kv heads, head size]. Memory is touched only where blocks are written."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = tuple(layers)
+        self.spare_block = num_blocks  # stays zero; pads gathered block tables
+        slots = (num_blocks + -(-TILE // block_size) + 1) * block_size
+
+        def pool(num_heads: int, size: int) -> Tensor:
+            return torch.zeros(slots, num_heads, size, dtype=dtype, device=device)
+
+        self.keys = [pool(layer.num_kv_heads, layer.key_size) for layer in layers]
+        self.values = [pool(layer.num_kv_heads, layer.value_size) for layer in layers]
+        self.block_bytes = block_bytes(layers, block_size, dtype)
+
+    def copy(self, src: int, dst: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` tokens of block `src` into block `dst`, in every layer."""
+        assert 0 < num_tokens <= self.block_size
+        from_slot, to_slot = src * self.block_size, dst * self.block_size
+        for pool in (*self.keys, *self.values):
+            pool[to_slot : to_slot + num_tokens] = pool[from_slot : from_slot + num_tokens]
+
+
+def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    per_token = sum(x.num_kv_heads * (x.key_size + x.value_size) for x in layers)
+    return per_token * block_size * dtype.itemsize
+
+
+class PagedCache(Cache):
+    """Writes each layer's new keys and values to the pool's slots; attention reads them there."""
+
+    is_compileable = False
+
+    def __init__(self, kv: PagedKV) -> None:
+        self.layers = []  # the library keeps per-layer state here; ours is the pool
+        self.kv = kv
+        self.slots = torch.empty(0, dtype=torch.int64)  # of this step's tokens, set per step
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as [1, kv heads, tokens, head size]; passed through."""
+        self.kv.keys[layer_idx].index_copy_(0, self.slots, key_states[0].transpose(0, 1))
+        self.kv.values[layer_idx].index_copy_(0, self.slots, value_states[0].transpose(0, 1))
+        return key_states, value_states
+
+
+def cache_argument(module: Any) -> str:
+    """What the model's forward calls its cache: renamed in transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
