@@ -1,0 +1,160 @@
+"""Outputs in OpenAI's shapes: chunks of a stream, or one whole answer."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from foreword.core.request import FinishReason, Output, TokenLogprob
+from foreword.server.openai import Call
+
+LOGPROB_MIN = -9999.0  # OpenAI's word for "very unlikely"; JSON has no minus infinity
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for part of a character
+
+Decode = Callable[[tuple[int, ...]], str]
+
+
+@dataclass(slots=True)
+class Offsets:
+    """Where each token of a sample starts in its text, in characters. Tokens that are parts of one
+    character all start where it does."""
+
+    decode: Decode
+    at: int = 0
+    _part: list[int] = field(default_factory=list)
+
+    def advance(self, token_id: int) -> int:
+        """The token's offset; moves to the next one's."""
+        offset = self.at
+        self._part.append(token_id)
+        text = self.decode(tuple(self._part))
+        if not text.endswith(INCOMPLETE) or len(self._part) == 4:  # UTF-8 has no longer ones
+            self.at += len(text)
+            self._part.clear()
+        return offset
+
+
+@dataclass(slots=True)
+class Sample:
+    """What has come of one sample."""
+
+    offsets: Offsets
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # in the shape of its kind
+    finish_reason: FinishReason | None = None
+
+
+class Answer:
+    """One call's answer as it grows: feed it each Output once, by `chunks` or by `add`."""
+
+    def __init__(self, call: Call, decode: Decode) -> None:
+        self._call = call
+        self._is_chat = call.kind == "chat"
+        self._decode = decode
+        self._created = int(time.time())
+        self._samples: defaultdict[int, Sample] = defaultdict(partial(_sample, decode))
+        self._num_completion = 0
+        self._num_cached: int | None = None
+
+    def add(self, output: Output) -> dict[str, Any] | None:
+        """Take one output in; returns its logprobs in the shape of a choice, None if not asked."""
+        sample = self._samples[output.index]
+        self._num_completion += len(output.token_ids)
+        # Later samples reuse the prompt that the first computed: the least is the request's own.
+        cached = output.num_cached_tokens
+        self._num_cached = cached if self._num_cached is None else min(self._num_cached, cached)
+        sample.text += output.text
+        sample.finish_reason = output.finish_reason
+        if self._call.request.sampling.logprobs is None:
+            return None
+        shape = self._chat_logprob if self._is_chat else partial(self._text_logprob, sample)
+        new = [shape(logprob) for logprob in output.logprobs]
+        sample.logprobs += new
+        return self._logprobs(new)
+
+    def chunks(self, output: Output) -> list[dict[str, Any]]:
+        """The stream events that an output makes: its own, and before a chat's first the role."""
+        starts = self._is_chat and output.index not in self._samples
+        logprobs = self.add(output)
+        choice = {"index": output.index, "logprobs": logprobs, "finish_reason": None}
+        key, text = ("delta", {"content": output.text}) if self._is_chat else ("text", output.text)
+        made = [{**choice, key: text, "finish_reason": output.finish_reason}]
+        if starts:
+            role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            made.insert(0, {**choice, **role})
+        return [self._event(choice) for choice in made]
+
+    def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._call.include_usage else {}
+        return {**self._head(".chunk"), "choices": list(choices), **usage}
+
+    def usage_event(self) -> dict[str, Any]:
+        """The last event of a stream with include_usage."""
+        return {**self._event(), "usage": self.usage()}
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for index, sample in sorted(self._samples.items()):
+            asked = self._call.request.sampling.logprobs is not None
+            message = {"role": "assistant", "content": sample.text, "refusal": None}
+            choices.append(
+                {
+                    "index": index,
+                    **({"message": message} if self._is_chat else {"text": sample.text}),
+                    "logprobs": self._logprobs(sample.logprobs) if asked else None,
+                    "finish_reason": sample.finish_reason,
+                }
+            )
+        return {**self._head(""), "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt = len(self._call.request.prompt)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_completion,
+            "total_tokens": num_prompt + self._num_completion,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached or 0},
+        }
+
+    def _head(self, suffix: str) -> dict[str, Any]:
+        return {
+            "id": self._call.request.request_id,
+            # A text stream's events are called as its whole answer.
+            "object": f"chat.completion{suffix}" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._call.model,
+        }
+
+    def _logprobs(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._is_chat:
+            return {"content": items, "refusal": None}
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [item[name] for item in items] for name in names}
+
+    def _chat_logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token_id, value) for token_id, value in logprob.top]
+        return {**self._token(logprob.token_id, logprob.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._decode((token_id,))
+        # The bytes of a part of a character cannot be told from its text.
+        octets = None if INCOMPLETE in text else list(text.encode())
+        return {"token": text, "bytes": octets, "logprob": max(logprob, LOGPROB_MIN)}
+
+    def _text_logprob(self, sample: Sample, logprob: TokenLogprob) -> dict[str, Any]:
+        token = self._decode((logprob.token_id,))
+        top: dict[str, float] = {}
+        for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            top.setdefault(self._decode((token_id,)), max(value, LOGPROB_MIN))
+        return {
+            "tokens": token,
+            "token_logprobs": max(logprob.logprob, LOGPROB_MIN),
+            "top_logprobs": top,
+            "text_offset": sample.offsets.advance(logprob.token_id),
+        }
+
+
+def _sample(decode: Decode) -> Sample:
+    return Sample(Offsets(decode))

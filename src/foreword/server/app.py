@@ -1,0 +1,140 @@
+"""OpenAI-compatible HTTP for anything that can `generate`: routes, statuses, health."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import lru_cache, partial
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from foreword.core import request as core
+from foreword.core.errors import EngineStopped, RequestError
+from foreword.server.answer import Answer
+from foreword.server.errors import ApiError, error_body
+from foreword.server.openai import Kind, check_model, parse
+from foreword.server.stream import EventStream, unless_gone
+
+BODY_BYTES_MAX = 32 << 20
+ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+
+
+class Api:
+    """The endpoints over one engine."""
+
+    def __init__(self, engine: core.Engine) -> None:
+        self._engine = engine
+        self._decode = lru_cache(maxsize=1 << 16)(engine.decode)
+        self._created = int(time.time())
+        self._stopped = False  # an engine that stopped once never serves again
+
+    async def complete(self, request: Request, kind: Kind) -> Response:
+        raw = await _read(request)
+        call = await asyncio.to_thread(parse, self._engine, kind, raw)
+        answer = Answer(call, self._decode)
+        outputs = self._outputs(call.request)
+        if call.stream:
+            first = await unless_gone(request, anext(outputs))
+            return EventStream(first, outputs, answer, call.include_usage)
+        await unless_gone(request, _gather(outputs, answer))
+        return JSONResponse(answer.whole())
+
+    async def _outputs(self, request: core.Request) -> AsyncGenerator[core.Output, None]:
+        # The engine's promise is that closing cancels; what it returns may be any iterator.
+        outputs = cast("AsyncGenerator[core.Output, None]", self._engine.generate(request))
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except EngineStopped:
+            self._stopped = True
+            raise
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        check_model(self._engine, request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        card = self._engine.card
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "foreword",
+            "max_model_len": card.max_model_len,
+        }
+
+    async def health(self, _request: Request) -> Response:
+        if self._stopped:
+            return JSONResponse({"status": "stopped"}, 503)
+        return JSONResponse({"status": "ok"})
+
+
+async def _read(request: Request) -> bytes:
+    """The body. One that is too large is read to its end and dropped on the way: a client that is
+    still sending would not see the answer."""
+    body = bytearray()
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= BODY_BYTES_MAX:
+            body += chunk
+        else:
+            body.clear()
+    if num_bytes > BODY_BYTES_MAX:
+        message = f"The body has {num_bytes} bytes; at most {BODY_BYTES_MAX} are read."
+        raise ApiError(message, code="body_too_large", status=413)
+    return bytes(body)
+
+
+async def _gather(outputs: AsyncGenerator[core.Output, None], answer: Answer) -> None:
+    async for output in outputs:
+        answer.add(output)
+
+
+async def _on_error(_request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nginx's word for it; nobody reads it
+    if isinstance(error, EngineStopped):
+        return JSONResponse(error_body(error), 503)
+    return JSONResponse(error_body(error), error.status if isinstance(error, ApiError) else 400)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}. This server has {ROUTES}."
+    refusal = ApiError(message, code="unknown_url", status=error.status_code)
+    return JSONResponse(error_body(refusal), refusal.status, headers=error.headers)
+
+
+async def _on_bug(_request: Request, _error: Exception) -> Response:
+    return JSONResponse(error_body(RuntimeError("The server failed; its log says why.")), 500)
+
+
+def create_app(engine: core.Engine) -> Starlette:
+    """The ASGI application that serves `engine`. Starting and stopping it is the caller's."""
+    api = Api(engine)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", partial(api.complete, kind="chat"), methods=["POST"]),
+            Route("/v1/completions", partial(api.complete, kind="text"), methods=["POST"]),
+            Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
+            Route("/health", api.health),
+        ],
+        exception_handlers={
+            RequestError: _on_error,
+            EngineStopped: _on_error,
+            ClientDisconnect: _on_error,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
+    )

@@ -1,0 +1,29 @@
+"""OpenAI's error shape."""
+
+from typing import Any
+
+from foreword.core.errors import RequestError
+
+
+class ApiError(RequestError):
+    """A refusal with its HTTP `status`, and `code`: one word for programs."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400
+    ) -> None:
+        super().__init__(message, param)
+        self.code = code
+        self.status = status
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """`{"error": ...}` for any exception; of one that is no refusal, the client is not to blame."""
+    refused = isinstance(error, RequestError)
+    return {
+        "error": {
+            "message": str(error),
+            "type": "invalid_request_error" if refused else "server_error",
+            "param": error.param if isinstance(error, RequestError) else None,
+            "code": error.code if isinstance(error, ApiError) else None,
+        }
+    }

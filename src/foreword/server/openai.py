@@ -1,0 +1,283 @@
+"""OpenAI's request bodies as core Requests, or an error that says what to change.
+
+Blocking, since it renders and tokenises: call it off the event loop.
+"""
+
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from foreword.core.request import Engine, Request, SamplingParams
+from foreword.server.errors import ApiError
+from foreword.server.fields import Fields, parse_object, shown, wrong_type
+
+Kind = Literal["chat", "text"]
+
+MAX_N = 128
+MAX_STOPS = 4
+MAX_SALT_CHARACTERS = 128
+INT64_MAX = (1 << 63) - 1
+
+# What an answer does not depend on: `user` and its like name the sender, `metadata` is for stored
+# answers, `prompt_cache_key` is advice to a fleet.
+IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")
+COMMON = (
+    *("model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p", "seed"),
+    *("stop", "logprobs", "logit_bias", "top_k", "ignore_eos", "cache_salt", *IGNORED),
+)
+KNOWN: dict[Kind, tuple[str, ...]] = {
+    "chat": (*COMMON, "messages", "max_completion_tokens", "top_logprobs"),
+    "text": (*COMMON, "prompt"),
+}
+# Fields of the API that this server does not have, with the values that ask for nothing.
+UNSUPPORTED: dict[Kind, dict[str, tuple[Any, ...]]] = {
+    "chat": {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "response_format": ({"type": "text"},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "moderation": (),
+        "reasoning_effort": ("none",),
+        "verbosity": (),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory",),
+    },
+    "text": {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+    },
+}
+ROLES = ("system", "developer", "user", "assistant")
+UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request as the engine takes it, and how its answer is to be written."""
+
+    kind: Kind
+    model: str
+    request: Request
+    stream: bool
+    include_usage: bool
+
+
+def parse(engine: Engine, kind: Kind, raw: bytes) -> Call:
+    """Read a body. Raises RequestError (mostly ApiError) for everything that cannot be served."""
+    fields = Fields(parse_object(raw))
+    fields.only(KNOWN[kind], UNSUPPORTED[kind])
+    check_model(engine, fields.required("model"))
+    stream = fields.boolean("stream")
+    include_usage = _include_usage(fields, stream)
+    n = fields.integer("n", 1, 1, MAX_N)
+    salt = fields.text("cache_salt", "", MAX_SALT_CHARACTERS)
+    asked = _max_tokens(fields)
+    sampling = _sampling(engine, kind, fields)
+    prompt = _chat_prompt(engine, fields) if kind == "chat" else _text_prompt(engine, fields)
+    max_tokens = _within_context(engine, len(prompt), asked, kind)
+    request = Request(
+        f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+        tuple(prompt),
+        SamplingParams(max_tokens, **sampling),
+        n or 1,
+        salt,
+    )
+    return Call(kind, engine.card.name, request, stream, include_usage)
+
+
+def check_model(engine: Engine, name: Any) -> None:
+    if not isinstance(name, str):
+        raise wrong_type("model", "a string", name)
+    if name != engine.card.name:
+        raise ApiError(
+            f"The model {shown(name)} does not exist here; this server has '{engine.card.name}'.",
+            "model",
+            "model_not_found",
+            404,
+        )
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    if "stream_options" not in fields:
+        return False
+    if not stream:
+        raise ApiError("'stream_options' needs 'stream': true.", "stream_options")
+    options = Fields(fields.object("stream_options"), "stream_options")
+    options.only(("include_usage",), {"include_obfuscation": (False,)})
+    return options.boolean("include_usage")
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """The number asked for. Its upper limit depends on the prompt: see `_within_context`."""
+    old = fields.integer("max_tokens", None, 1, INT64_MAX)
+    new = fields.integer("max_completion_tokens", None, 1, INT64_MAX)
+    if old is not None and new is not None and old != new:
+        raise ApiError(
+            f"'max_tokens' is {old} and 'max_completion_tokens' {new}: send one of them.",
+            "max_tokens",
+        )
+    return old if new is None else new
+
+
+def _within_context(engine: Engine, num_prompt: int, asked: int | None, kind: Kind) -> int:
+    context = engine.card.max_model_len
+    if num_prompt + (asked or 1) <= context:
+        return asked or context - num_prompt
+    wish = f"max_tokens is {asked}" if asked else "an answer needs 1"
+    raise ApiError(
+        f"The prompt has {num_prompt} tokens and {wish}: together {num_prompt + (asked or 1)}, "
+        f"over this model's context of {context}. Shorten the prompt"
+        f"{' or lower max_tokens' if asked and num_prompt < context else ''}.",
+        "messages" if kind == "chat" else "prompt",
+        "context_length_exceeded",
+    )
+
+
+def _sampling(engine: Engine, kind: Kind, fields: Fields) -> dict[str, Any]:
+    """Arguments of SamplingParams, without `max_tokens`."""
+    return {
+        "temperature": fields.number("temperature", 1.0, 0, 2),
+        "top_p": fields.number("top_p", 1.0, 0, 1),
+        "top_k": fields.integer("top_k", 0, 0, INT64_MAX),
+        "seed": fields.integer("seed", None, -INT64_MAX - 1, INT64_MAX),
+        "stop": _stop(fields),
+        "logprobs": _logprobs(kind, fields),
+        "logit_bias": _logit_bias(fields, engine.card.vocab_size),
+        "ignore_eos": fields.boolean("ignore_eos"),
+    }
+
+
+def _logprobs(kind: Kind, fields: Fields) -> int | None:
+    if kind == "text":
+        return fields.integer("logprobs", None, 0, 5)
+    wanted = fields.boolean("logprobs")
+    num_top = fields.integer("top_logprobs", None, 0, 20)
+    if num_top is not None and not wanted:
+        raise ApiError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    return (num_top or 0) if wanted else None
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise wrong_type("stop", "a string or a list of strings", value)
+    if len(stops) > MAX_STOPS:
+        raise ApiError(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed.", "stop")
+    if "" in stops:
+        raise ApiError("'stop' holds an empty string: leave it out.", "stop")
+    return tuple(stops)
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+    table = fields.object("logit_bias")
+    biases = Fields(table, "logit_bias")
+    for key in table:
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", key) or int(key) >= vocab_size:
+            raise ApiError(
+                f"'logit_bias' has the key {shown(key)}; keys are token ids from 0 to "
+                f"{vocab_size - 1}.",
+                "logit_bias",
+            )
+    return {int(key): biases.number(key, 0.0, -100, 100) for key in table}
+
+
+def _text_prompt(engine: Engine, fields: Fields) -> list[int]:
+    prompt = fields.required("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return engine.encode(prompt)
+    if not isinstance(prompt, list):
+        raise wrong_type("prompt", "a string or a list of token ids", prompt)
+    if any(isinstance(item, str | list) for item in prompt):
+        raise ApiError(
+            "'prompt' holds several prompts; this server takes one: send a request for each.",
+            "prompt",
+            "unsupported_value",
+        )
+    vocab_size = engine.card.vocab_size
+    for at, item in enumerate(prompt):
+        if type(item) is not int:
+            raise wrong_type(f"prompt[{at}]", "a token id", item)
+        if not 0 <= item < vocab_size:
+            raise ApiError(
+                f"'prompt[{at}]' is {shown(item)}; token ids go from 0 to {vocab_size - 1}.",
+                f"prompt[{at}]",
+            )
+    return prompt
+
+
+def _chat_prompt(engine: Engine, fields: Fields) -> list[int]:
+    messages = fields.required("messages")
+    if not isinstance(messages, list):
+        raise wrong_type("messages", "a list of messages", messages)
+    if not messages:
+        raise ApiError("'messages' is empty: send at least one.", "messages")
+    return engine.encode_chat([_message(f"messages[{i}]", m) for i, m in enumerate(messages)])
+
+
+def _message(path: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object with role and content", value)
+    fields = Fields(value, path)
+    role = fields.required("role")
+    if role not in ROLES:
+        known = ", ".join(ROLES)
+        raise ApiError(
+            f"'{path}.role' is {shown(role)}; this server takes {known}.", f"{path}.role"
+        )
+    fields.only(("role", "content", "name"), UNSUPPORTED_IN_MESSAGE)
+    message = {"role": "system" if role == "developer" else role}
+    if "name" in fields:
+        message["name"] = fields.text("name", "", 64)
+    return {**message, "content": _content(f"{path}.content", fields.required("content"))}
+
+
+def _content(path: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(path, "a string or a list of text parts", value)
+    texts = []
+    for at, part in enumerate(value):
+        here = f"{path}[{at}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind is None:
+            raise wrong_type(here, 'a part such as {"type": "text", "text": "..."}', part)
+        if kind != "text":
+            raise ApiError(
+                f"'{here}' is a part of type {shown(kind)}; only 'text' parts are supported.",
+                f"{here}.type",
+                "unsupported_value",
+            )
+        fields = Fields(part, here)
+        fields.only(("type", "text"), {})
+        text = fields.required("text")
+        if not isinstance(text, str):
+            raise wrong_type(f"{here}.text", "a string", text)
+        texts.append(text)
+    return "\n".join(texts)
