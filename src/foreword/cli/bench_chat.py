@@ -9,16 +9,21 @@ import argparse
 import asyncio
 import random
 import statistics
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from foreword.cli.measure import Answer, add_model_arguments, ask, engine_settings, forced
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+from foreword.engine.runner import Part
 
-WORDS = (
-    "ocean river mountain system engine memory block cache token request server model layer weight "
-    "policy tenant prefix router storage disk network packet field forest animal city history "
-    "science music light energy water stone metal paper garden market number letter signal pattern"
-).split()
+WORDS = [
+    *("ocean", "river", "mountain", "system", "engine", "memory", "block", "cache", "token"),
+    *("request", "server", "model", "layer", "weight", "policy", "tenant", "prefix", "router"),
+    *("storage", "disk", "network", "packet", "field", "forest", "animal", "city", "history"),
+    *("science", "music", "light", "energy", "water", "stone", "metal", "paper", "garden"),
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,22 +61,26 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     on.start()
     off.start()
     chat = await _chat(on, args)
-    timed = {round(1 + i * (args.turns - 1) / max(1, args.time_turns - 1))
-             for i in range(args.time_turns)}
+    timed = {
+        round(1 + i * (args.turns - 1) / max(1, args.time_turns - 1))
+        for i in range(args.time_turns)
+    }
     timed_s, before = {}, off.stats.num_prefilled_tokens
     compute = off.runner.step
+    vocab_size = off.card.vocab_size
+
+    def count_only(parts: Sequence[Part]) -> torch.Tensor:
+        return torch.zeros(sum(part.wants_logits for part in parts), vocab_size)
+
     for number, prompt in enumerate(chat["prompts"], start=1):
-        if number not in timed:
-            vocab = off.card.vocab_size
-            off.runner.step = lambda parts: _count_only(parts, vocab)  # type: ignore[method-assign]
+        off.runner.step = compute if number in timed else count_only  # type: ignore[method-assign]
         answer = await ask(off, prompt, forced(off, 1))
-        off.runner.step = compute  # type: ignore[method-assign]
         if number in timed:
             timed_s[number] = answer.ttft_s
     num_off = off.stats.num_prefilled_tokens - before
     await off.stop(1.0)
     await on.stop(1.0)
-    later_s = [s for s in chat["ttft_s"][1:]]
+    later_s = chat["ttft_s"][1:]
     return {
         "prefilled_tokens": {"off": num_off, "on": chat["prefilled"]},
         "template_tokens": chat["template"],
@@ -90,18 +99,19 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _count_only(parts: Any, vocab_size: int) -> Any:
-    import torch
-
-    return torch.zeros(sum(part.wants_logits for part in parts), vocab_size)
-
-
 async def _chat(engine: TorchEngine, args: argparse.Namespace) -> dict[str, Any]:
     messages = [{"role": "system", "content": words(engine, 0, args.system)}]
     contents = args.system
     held: list[int] = []  # tokens whose KV the engine has after a turn
-    out: dict[str, Any] = {"prompts": [], "ttft_s": [], "prefilled": 0, "template": 0,
-                           "retokenised": 0, "reply_tokens": 0, "template_once": 0}
+    out: dict[str, Any] = {
+        "prompts": [],
+        "ttft_s": [],
+        "prefilled": 0,
+        "template": 0,
+        "retokenised": 0,
+        "reply_tokens": 0,
+        "template_once": 0,
+    }
     for turn in range(args.turns):
         messages.append({"role": "user", "content": words(engine, turn + 1, args.user)})
         contents += args.user
@@ -112,8 +122,10 @@ async def _chat(engine: TorchEngine, args: argparse.Namespace) -> dict[str, Any]
         out["prefilled"] += engine.stats.num_prefilled_tokens - before
         out["template"] += len(prompt) - contents
         out["template_once"] = len(prompt) - contents
-        common = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b),
-                      min(len(held), len(prompt)))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b),
+            min(len(held), len(prompt)),
+        )
         out["retokenised"] += len(held) - common
         held = [*prompt, *answer.token_ids[:-1]]
         messages.append({"role": "assistant", "content": answer.text})
@@ -154,17 +166,19 @@ async def _open_chats(args: argparse.Namespace) -> dict[str, Any]:
         most = {"running": 0, "leased": 0}
         compute = engine.runner.step
 
-        def watch(parts: Any, engine: TorchEngine = engine, compute: Any = compute,
-                  most: dict[str, int] = most) -> Any:
+        def watch(
+            parts: Any,
+            engine: TorchEngine = engine,
+            compute: Any = compute,
+            most: dict[str, int] = most,
+        ) -> Any:
             most["running"] = max(most["running"], len(engine.scheduler.running))
             most["leased"] = max(most["leased"], engine.cache.pool.num_leased)
             return compute(parts)
 
         engine.runner.step = watch  # type: ignore[method-assign]
         tails = [random.Random(200 + i).choices(range(100, 400), k=20) for i in range(args.chats)]
-        await asyncio.gather(
-            *(ask(engine, [*system, *tail], forced(engine, 4)) for tail in tails)
-        )
+        await asyncio.gather(*(ask(engine, [*system, *tail], forced(engine, 4)) for tail in tails))
         name = "full_cache" if filled else "empty_cache"
         result[name] = {"running": most["running"], "leased_blocks": most["leased"]}
         await engine.stop(1.0)

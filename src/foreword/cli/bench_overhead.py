@@ -125,7 +125,9 @@ async def _engine_runs(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _unshared(engine: TorchEngine, seed: int, args: argparse.Namespace) -> tuple[float, float]:
+async def _unshared(
+    engine: TorchEngine, seed: int, args: argparse.Namespace
+) -> tuple[float, float]:
     """CPU seconds of one run, and of hashing its prompts, which both kinds of run do."""
     prompts = [
         random_tokens(1000 * seed + i, args.prompt_tokens, engine) for i in range(args.prompts)

@@ -106,12 +106,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             prefix = tokens(args.prefix)
             cold.append(first_token(port, model, prefix + tokens(args.tail)))
             # A new tail starts with a token that no earlier tail had there: none is shared.
-            warm += [first_token(port, model, [*prefix, 500 + k, *tokens(args.tail - 1)])
-                     for k in range(2)]
+            warm += [
+                first_token(port, model, [*prefix, 500 + k, *tokens(args.tail - 1)])
+                for k in range(2)
+            ]
             cut = args.prefix - 37 * (i + 1)
-            anywhere.append(
-                first_token(port, model, [*prefix[:cut], 510, *tokens(args.tail - 1)])
-            )
+            anywhere.append(first_token(port, model, [*prefix[:cut], 510, *tokens(args.tail - 1)]))
     cold_s = statistics.median(ttft_s for ttft_s, _ in cold)
     device_s = statistics.median(ttft_s for ttft_s, _ in warm)
     return {

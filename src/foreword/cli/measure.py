@@ -1,7 +1,6 @@
 """What the benches share: an engine in this process, prompts, statistics."""
 
 import argparse
-import asyncio
 import random
 import statistics
 import time

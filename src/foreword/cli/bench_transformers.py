@@ -1,0 +1,124 @@
+"""`foreword bench transformers`: our forward against plain transformers, same process, dtype and
+threads, in interleaved pairs, CPU seconds. Decode continues contexts of `--prompt` tokens."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from foreword.cli.measure import add_model_arguments
+from foreword.engine.engine import BLOCK_SIZE
+from foreword.engine.kv import cache_argument
+from foreword.engine.model import DTYPES, load_model
+from foreword.engine.runner import Part, Runner
+
+STEPS = 4  # decode steps of one measurement
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=3000, help="tokens")
+    parser.add_argument("--pairs", type=int, default=5)
+
+
+class Ours:
+    """A Runner with eight prefilled sequences; the ninth block table is for prefill."""
+
+    def __init__(self, args: argparse.Namespace, exact: bool) -> None:
+        model = load_model(args.model, dtype=args.dtype)
+        self.per_sequence = -(-(args.prompt + STEPS + 1) // BLOCK_SIZE)
+        self.runner = Runner(model, 9 * self.per_sequence, BLOCK_SIZE, exact)
+        self.prompt = args.prompt
+        self.claims, self.reason = self.runner.exactness
+
+    def prefill(self, token_ids: list[int], row: int = 8) -> None:
+        self.runner.step([Part(self.blocks(row), 0, token_ids, True)])
+
+    def blocks(self, row: int) -> range:
+        return range(row * self.per_sequence, (row + 1) * self.per_sequence)
+
+    def decode(self, batch: int) -> None:
+        for step in range(STEPS):
+            at = self.prompt + step
+            self.runner.step([Part(self.blocks(row), at, [7], True) for row in range(batch)])
+
+
+class Plain:
+    """transformers as it comes, with its own attention and cache."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        folder = load_model(args.model, dtype=args.dtype).folder
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype])
+        self.model.eval()
+        self.name = cache_argument(self.model)
+        self.caches: dict[int, DynamicCache] = {}
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: list[int], batch: int = 0) -> None:
+        cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([token_ids])
+        self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.name: cache})
+        if batch:
+            cache.batch_repeat_interleave(batch)
+            self.caches[batch] = cache
+
+    @torch.inference_mode()
+    def decode(self, batch: int) -> None:
+        cache = self.caches[batch]
+        before = cache.get_seq_length()
+        for _ in range(STEPS):
+            ids = torch.full((batch, 1), 7)
+            self.model(input_ids=ids, use_cache=True, **{self.name: cache})
+        cache.crop(before)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Per figure: median CPU seconds of each side, and medians of the pairs' ratios to plain."""
+    torch.set_num_threads(args.threads)
+    plain, off, on = Plain(args), Ours(args, exact=False), Ours(args, exact=True)
+    token_ids = torch.randint(3, 400, (args.prompt,)).tolist()
+    for batch in (1, 8):
+        plain.prefill(token_ids, batch)
+    for ours in (off, on):
+        for row in range(8):
+            ours.prefill(token_ids, row)
+    figures: dict[str, Callable[[Any], None]] = {
+        "prefill": lambda side: side.prefill(token_ids),
+        "decode_batch_1": lambda side: side.decode(1),
+        "decode_batch_8": lambda side: side.decode(8),
+    }
+    report: dict[str, Any] = {
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "prompt_tokens": args.prompt,
+        "exact": {"claimed": on.claims, "reason": on.reason},
+    }
+    for name, work in figures.items():
+        spent: list[list[float]] = [[], [], []]
+        for _ in range(args.pairs + 1):
+            for side, seconds in zip((plain, off, on), spent, strict=True):
+                begin_s = time.process_time()
+                work(side)
+                seconds.append(time.process_time() - begin_s)
+        plain_s, off_s, on_s = (seconds[1:] for seconds in spent)  # the first warms up
+        report[name] = {
+            "cpu_s": dict(
+                zip(
+                    ("plain", "off", "on"),
+                    map(statistics.median, (plain_s, off_s, on_s)),
+                    strict=True,
+                )
+            ),
+            "off_over_plain": _ratio(off_s, plain_s),
+            "on_over_plain": _ratio(on_s, plain_s),
+            "on_over_off": _ratio(on_s, off_s),
+        }
+    return report
+
+
+def _ratio(left: list[float], right: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(left, right, strict=True))
