@@ -58,7 +58,8 @@ def imports(path: Path) -> Iterator[str]:
             assert node.module, f"relative import in {path}"
             yield node.module
             if node.module == "foreword":  # from foreword import core
-                yield from (f"foreword.{alias.name}" for alias in node.names)
+                named = [alias.name for alias in node.names if not alias.name.startswith("_")]
+                yield from (f"foreword.{name}" for name in named)
 
 
 def names(path: Path) -> Iterator[str]:
