@@ -6,7 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 	--constraint constraints.txt
 
 serve: $(READY) # an OpenAI-compatible server on 127.0.0.1:8000
@@ -22,10 +22,12 @@ check: $(READY) # everything that needs no run: style, types, import directions,
 	$(BIN)/lint-imports
 	$(BIN)/python tools/reference.py --check
 
-bench: $(READY) # the measurements of the README's table
+bench: $(READY) # the measurements of the README's table; ARGS=--json for all figures
 	$(BIN)/foreword bench chat $(ARGS)
 	$(BIN)/foreword bench ttft $(ARGS)
 	$(BIN)/foreword bench overhead $(ARGS)
+	$(BIN)/foreword bench transformers $(ARGS)
+	$(BIN)/foreword verify --exact $(ARGS)
 
 docs: $(READY) # rewrite the generated pages
 	$(BIN)/python tools/reference.py
