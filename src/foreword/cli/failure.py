@@ -1,0 +1,35 @@
+"""How a command fails: one line and an exit code, where a traceback would tell a user nothing."""
+
+import sys
+from typing import Final
+
+EXIT_CODES: Final = {
+    "failed": 1,
+    "usage": 2,  # arguments
+    "model": 3,  # not found, or of a kind that cannot be served
+    "address": 4,  # the port is taken, or the host is not this machine's
+    "settings": 5,  # what the model or the machine cannot do: device, context, memory
+    "install": 6,  # a package is missing
+    "interrupted": 130,
+}
+PACKAGES = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "numpy", "tqdm"}
+
+
+class Failure(Exception):  # noqa: N818 - it is what ends a command, not what went wrong
+    """Ends a command with `message` on stderr."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_CODES[kind]
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure | None":
+        """What to say of an exception; None for one that nobody expects."""
+        if isinstance(error, Failure):
+            return error
+        if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+            return cls(f"{error.name} is not installed: pip install 'foreword[engine]'", "install")
+        models = sys.modules.get("foreword.engine.model")
+        if models and isinstance(error, models.ModelNotFound | models.ModelRefused):
+            return cls(str(error), "model")
+        return None

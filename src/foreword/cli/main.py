@@ -1,0 +1,113 @@
+"""The `foreword` command: finds the subcommand, reads its arguments, runs it.
+
+A command is a module with `add_arguments(parser)` and `run(args)`, imported only when it is asked
+for. `run` returns an exit code, or a measurement: printed, as JSON with `--json`, and an exit code
+of 1 where it has an `ok` that is false.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from foreword import __version__
+from foreword.cli.failure import EXIT_CODES, Failure
+
+# name: (module, measures, what it does)
+COMMANDS = {
+    "serve": ("foreword.cli.serve", False, "an OpenAI-compatible server"),
+    "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
+    "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
+    "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
+    "bench transformers": (
+        "foreword.cli.bench_transformers",
+        True,
+        "the engine against plain transformers",
+    ),
+    "verify": ("foreword.cli.verify", True, "does reuse change any answer?"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, not below a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_CODES["usage"], f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command. Imports its module."""
+    module_name, measures, summary = COMMANDS[name]
+    parser = Parser(prog=f"foreword {name}", description=summary, allow_abbrev=False)
+    import_module(module_name).add_arguments(parser)
+    if measures:
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{summary}" for name, (_, _, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: foreword COMMAND [OPTIONS]",
+            "",
+            "KV-cache reuse for LLM serving: never prefill twice.",
+            "",
+            *lines,
+            "",
+            "foreword COMMAND --help lists a command's options; foreword --version says which.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        print(f"foreword {__version__}")
+        return 0
+    name = next((n for n in COMMANDS if n.split() == words[: len(n.split())]), None)
+    if name is None:
+        wish = " ".join(words[:2] if words[0] == "bench" else words[:1])
+        print(f"foreword: no command {wish!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return EXIT_CODES["usage"]
+    try:
+        args = command_parser(name).parse_args(words[len(name.split()) :])
+        result = import_module(COMMANDS[name][0]).run(args)
+    except KeyboardInterrupt:
+        return EXIT_CODES["interrupted"]
+    except Exception as error:
+        failure = Failure.of(error)
+        if failure is None:
+            raise
+        print(f"foreword {name}: {failure}", file=sys.stderr)
+        return failure.exit_code
+    return result if isinstance(result, int) else _report(result, as_json=args.json)
+
+
+def _report(result: Mapping[str, Any], as_json: bool) -> int:
+    print(json.dumps(result, indent=2) if as_json else "\n".join(_lines(result)))
+    return 0 if result.get("ok", True) else 1
+
+
+def _lines(result: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key:<{max(1, 40 - len(path))}} {_figure(value)}"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(map(_figure, value)) if isinstance(value, list | tuple) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""`foreword serve`: bind, load the model, serve until told to stop."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from foreword.cli.failure import Failure
+from foreword.cli.settings import add_listen_flags, add_model_flags, engine_settings
+from foreword.server.app import create_app
+
+if TYPE_CHECKING:
+    from foreword.engine.engine import TorchEngine
+
+DRAIN_S = 10.0  # how long running requests may take to finish after a stop
+FLUSH_S = 2.0  # then, how long clients may take to read what was sent
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add_listen_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Before anything slow: a taken port shows at once.
+    listener = bind(args.host, args.port)
+    from foreword.engine.engine import TorchEngine
+
+    _log_to_stderr()
+    check_device(args.device)
+    settings = engine_settings(args)
+    try:
+        engine = TorchEngine.load(settings)
+    except ValueError as error:
+        raise Failure.of(error) or Failure(str(error), "settings") from error
+    engine.start()
+    asyncio.run(_serve(engine, listener))
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that owns the address but does not listen: until the model is loaded, clients are
+    refused, not left waiting. Raises Failure."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise _taken(host, port, error) from error
+    return listener
+
+
+def _taken(host: str, port: int, error: OSError) -> Failure:
+    reason = error.strerror or error
+    return Failure(f"cannot listen on {host}:{port}: {reason}. Try another --port.", "address")
+
+
+def check_device(name: str) -> None:
+    """Raises Failure for a device that torch does not know or this machine does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise Failure(f"--device {name} cannot be used: {reason}", "settings") from error
+
+
+def _log_to_stderr() -> None:
+    stderr = logging.StreamHandler()
+    stderr.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log = logging.getLogger("foreword")
+    log.addHandler(stderr)
+    log.setLevel(logging.INFO)
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our signals: the first one drains, the second ends the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(engine: "TorchEngine", listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM. Then refuse new requests, let running ones finish for DRAIN_S,
+    and tell those that did not."""
+    config = uvicorn.Config(
+        create_app(engine),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(DRAIN_S + FLUSH_S),
+    )
+    server = Server(config)
+    draining: list[asyncio.Task[None]] = []
+
+    def stop(number: int) -> None:
+        if draining:
+            os._exit(128 + number)  # nothing here outlives the process
+        print("Stopping: running requests may finish. Once more stops at once.", flush=True)
+        server.should_exit = True
+        draining.append(asyncio.create_task(engine.stop(DRAIN_S)))
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    host, port = listener.getsockname()[:2]
+    print(banner(engine.banner_facts, engine.card.name, url(host, port)), flush=True)
+    try:
+        await server.serve([listener])
+    except OSError as error:  # another server began to listen while the model was loading
+        raise _taken(host, port, error) from error
+    finally:
+        await (draining[0] if draining else engine.stop(0))
+
+
+def url(host: str, port: int) -> str:
+    """Where a client on this machine reaches the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(facts: Mapping[str, str], model: str, address: str) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}]}
+    lines = [f"  {name:<8} {value}" for name, value in {"URL": f"{address}/v1", **facts}.items()]
+    return "\n".join(
+        [
+            "Foreword serves.",
+            *lines,
+            "Try it:",
+            f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            f"    -d {shlex.quote(json.dumps(body))}",
+        ]
+    )

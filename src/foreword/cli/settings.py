@@ -1,0 +1,108 @@
+"""What a user may choose about `foreword serve`: the flags, and the settings that they become."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foreword.cli.failure import Failure
+
+if TYPE_CHECKING:  # importing it takes torch's seconds, which `--help` must not cost
+    from foreword.engine.engine import EngineSettings
+
+KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+UNITS = {"": 1} | {
+    name: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for name, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
+    parser.add_argument("--name", help="what clients call the model (default: the model's own)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--max-model-len", type=count, help="context in tokens (the model's own)")
+    parser.add_argument(
+        "--kv-bytes",
+        type=size,
+        help="memory for KV, such as 2GiB (a quarter of this machine's, at most 4GiB)",
+    )
+    parser.add_argument("--max-num-seqs", type=count, default=64, help="sequences in one step")
+    parser.add_argument(
+        "--exact",
+        default="auto",
+        choices=("auto", "off"),
+        help="auto: reuse changes no bit of an answer, where this machine can promise it",
+    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="reuse nothing")
+    parser.add_argument("--threads", type=count, help="CPU threads (torch's own choice)")
+
+
+def add_listen_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=port, default=8000, help="0 takes a free one")
+
+
+def engine_settings(args: argparse.Namespace) -> "EngineSettings":
+    """The engine that the flags ask for. Raises Failure for memory that is not there."""
+    from foreword.engine.engine import EngineSettings
+
+    memory_bytes = physical_memory_bytes()
+    kv_bytes = args.kv_bytes or default_kv_bytes(memory_bytes)
+    if args.device == "cpu" and kv_bytes > memory_bytes:
+        raise Failure(
+            f"--kv-bytes {kv_bytes} is more than this machine's memory, {memory_bytes} bytes",
+            "settings",
+        )
+    return EngineSettings(
+        model=args.model,
+        served_name=args.name,
+        device=args.device,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        kv_bytes=kv_bytes,
+        max_num_seqs=args.max_num_seqs,
+        exact=args.exact == "auto",
+        prefix_caching=not args.no_prefix_caching,
+        num_threads=args.threads,
+    )
+
+
+def size(text: str) -> int:
+    """Bytes of "2GiB", "500 MB" or "1048576"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", text.strip(), re.ASCII | re.IGNORECASE)
+    num_bytes = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
+    if num_bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 2GiB, 500MB or bytes")
+    return num_bytes
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
+
+
+def physical_memory_bytes() -> int:
+    """What this process may use at most: the machine's memory, or its container's if less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such limit here, or it says "max"
+        return machine
+
+
+def default_kv_bytes(memory_bytes: int) -> int:
+    """The pool's memory is only touched as it fills, so a quarter is no burden at first."""
+    return min(memory_bytes // 4, KV_BYTES_MAX)

@@ -1,0 +1,99 @@
+"""EchoEngine: an Engine without a model. It answers with its prompt, byte by byte."""
+
+import asyncio
+import codecs
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import cycle, islice, takewhile
+from typing import Any
+
+from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.request import ModelCard, Output, Request, SamplingParams, TokenLogprob
+
+VOCAB_SIZE = 256
+
+
+class EchoEngine:
+    """Tokens are UTF-8 bytes. With `ignore_eos` the prompt is echoed over and over. A prompt counts
+    as cached as far as an earlier one of its salt goes, except for its last token."""
+
+    def __init__(self, max_model_len: int = 1000, step_s: float = 0.0) -> None:
+        self.card = ModelCard("echo", max_model_len, VOCAB_SIZE)
+        self.step_s = step_s
+        self.requests: list[Request] = []
+        self.num_cancelled = 0
+        self.cancelled = asyncio.Event()
+        self.stopped = False
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if messages[0]["role"] == "assistant":
+            raise RequestError("The template wants a user first.", "messages")
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        if not request.prompt:
+            raise RequestError("The prompt is empty: send at least one token.", "prompt")
+        num_cached = self._num_cached(request)
+        self.requests.append(request)
+        done = False
+        try:
+            samples = [_sample(request, index, num_cached) for index in range(request.n)]
+            for outputs in zip(*samples, strict=True):
+                for output in outputs:
+                    await asyncio.sleep(self.step_s)
+                    if self.stopped:
+                        raise EngineStopped("The engine stopped.")
+                    yield output
+            done = True
+        finally:
+            if not done:
+                self.num_cancelled += 1
+                self.cancelled.set()
+
+    def _num_cached(self, request: Request) -> int:
+        longest = 0
+        for earlier in self.requests:
+            if earlier.cache_salt == request.cache_salt:
+                pairs = zip(request.prompt, earlier.prompt, strict=False)
+                longest = max(longest, sum(1 for _ in takewhile(lambda p: p[0] == p[1], pairs)))
+        return min(longest, len(request.prompt) - 1)
+
+
+def _sample(request: Request, index: int, num_cached: int) -> list[Output]:
+    params = request.sampling
+    endless = params.ignore_eos
+    ids = list(islice(cycle(request.prompt) if endless else request.prompt, params.max_tokens))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    outputs = []
+    whole = ""
+    for at, token_id in enumerate(ids):
+        last = at == len(ids) - 1
+        text = decoder.decode(bytes([token_id]), final=last)
+        whole += text
+        met = next((stop for stop in params.stop if stop in whole), None)
+        finish = "length" if endless or len(ids) < len(request.prompt) else "stop"
+        outputs.append(
+            Output(
+                index,
+                (token_id,),
+                "" if met else text,
+                _logprobs(params, token_id),
+                ("stop" if met else finish) if last or met else None,
+                num_cached,
+            )
+        )
+        if met:
+            break
+    return outputs
+
+
+def _logprobs(params: SamplingParams, token_id: int) -> tuple[TokenLogprob, ...]:
+    if params.logprobs is None:
+        return ()
+    top = tuple(((token_id + i) % VOCAB_SIZE, -0.5 - i) for i in range(params.logprobs))
+    return (TokenLogprob(token_id, -0.5, top),)
