@@ -52,8 +52,8 @@ class Plain:
 
     def __init__(self, args: argparse.Namespace) -> None:
         folder = load_model(args.model, dtype=args.dtype).folder
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype])
-        self.model.eval()
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self.model: Any = load(folder, dtype=DTYPES[args.dtype]).eval()
         self.name = cache_argument(self.model)
         self.caches: dict[int, DynamicCache] = {}
 

@@ -30,7 +30,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace, **changes: object) -> EngineSettings:
     chosen = {"model": args.model, "dtype": args.dtype, "num_threads": args.threads}
-    return EngineSettings(**{**chosen, **changes})  # type: ignore[arg-type]
+    return EngineSettings(**{**chosen, **changes})
 
 
 async def ask(

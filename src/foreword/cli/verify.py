@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--longest", type=int, default=900, help="tokens of the longest prompt")
-    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -63,8 +63,8 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
     cold = [await _tokens(off, f"{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     await off.stop(1.0)
     longest = max(len(prompt) for prompt in prompts) + args.new_tokens
-    # Room for about two of the longest requests: batches of up to eight are preempted.
-    num_blocks = 2 * -(-longest // BLOCK_SIZE) + 4
+    # Room for little more than the longest request: batches of up to eight are preempted.
+    num_blocks = -(-longest // BLOCK_SIZE) + 4
     settings = engine_settings(
         args, max_num_seqs=8, kv_bytes=num_blocks * off.model.block_bytes(BLOCK_SIZE)
     )

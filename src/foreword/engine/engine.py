@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jinja2 import TemplateError
@@ -96,7 +96,7 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
 
     @classmethod
-    def load(cls, settings: EngineSettings) -> "TorchEngine":
+    def load(cls, settings: EngineSettings) -> Self:
         """Load the model and reserve the KV memory. Raises what `load_model` raises, and
         ValueError when the memory holds less than one block per sequence position."""
         if settings.num_threads is not None:
@@ -159,8 +159,12 @@ class TorchEngine:
 
     def encode_chat(self, messages: Items[Mapping[str, Any]]) -> list[int]:
         try:
-            text = self.model.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            text = str(
+                self.model.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(
@@ -169,8 +173,7 @@ class TorchEngine:
         return self.encode(text)
 
     def decode(self, token_ids: Items[int]) -> str:
-        text: str = self.model.tokenizer.decode(list(token_ids))
-        return text
+        return str(self.model.tokenizer.decode(list(token_ids)))
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         self._validate(request)

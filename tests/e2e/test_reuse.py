@@ -1,0 +1,166 @@
+"""The promise to users: with reuse the answer is the one without it, on real (tiny) models."""
+
+import argparse
+import asyncio
+
+import pytest
+from tiny import make_tiny
+
+from foreword.cli.measure import ask
+from foreword.cli.verify import compare
+from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.request import Request, SamplingParams
+from foreword.engine.engine import EngineSettings, TorchEngine
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request, tmp_path_factory):
+    return str(make_tiny(tmp_path_factory.mktemp(request.param) / "model", request.param))
+
+
+@pytest.fixture(scope="module")
+def settings(folder):
+    return EngineSettings(folder, dtype="float32", num_threads=2, exact=False, kv_bytes=1 << 22)
+
+
+def run(settings, work):
+    """Start an engine, await work(engine), stop it."""
+
+    async def whole():
+        engine = TorchEngine.load(settings)
+        engine.start()
+        try:
+            return await work(engine)
+        finally:
+            await engine.stop(5.0)
+            assert engine.cache.pool.num_leased == 0
+
+    return asyncio.run(whole())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_mode_changes_no_bit(folder, dtype):
+    """Full and partial blocks, after preemption, in batches of 2 to 8 mixed with prefill. Where
+    this machine cannot promise it, the engine must have said so."""
+    args = argparse.Namespace(
+        model=folder, dtype=dtype, threads=2, prompts=24, longest=560, new_tokens=6, seed=1
+    )
+    result = asyncio.run(compare(args))
+    assert result["reused_tokens"] > 500
+    assert result["preemptions"] > 0
+    assert result["logits_compared"] == 2 * 24 * 6
+    if result["exact"]:
+        assert (result["different_prompts"], result["largest_difference"]) == (0, 0)
+    else:
+        assert result["reason"]
+
+
+def test_the_second_time_only_the_last_token_is_computed(settings):
+    async def work(engine):
+        message = {"role": "user", "content": "The system prompt is long. " * 9}
+        prompt = engine.encode_chat([message])
+        sampling = SamplingParams(8, temperature=0, ignore_eos=True)
+        first = await ask(engine, prompt, sampling)
+        before = engine.stats.num_prefilled_tokens
+        second = await ask(engine, prompt, sampling)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(prompt) - 1)
+        assert engine.stats.num_prefilled_tokens - before == 1
+        assert first.token_ids == second.token_ids
+        salted = await ask(engine, prompt, sampling, salt="another tenant")
+        assert (salted.num_cached_tokens, salted.token_ids) == (0, first.token_ids)
+
+    run(settings, work)
+
+    async def longer(engine):
+        sampling = SamplingParams(8, temperature=0, ignore_eos=True)
+        answer = await ask(engine, list(range(10, 60)), sampling)
+        follow_up = [*range(10, 60), *answer.token_ids, 77]
+        return (await ask(engine, follow_up, sampling)).num_cached_tokens
+
+    # All of the first turn but its last token, which was sampled and never computed.
+    assert run(settings, longer) == 50 + 7
+
+
+def test_samples_share_the_prompt_and_seeds_repeat(settings):
+    async def work(engine):
+        async def samples(seed):
+            request = Request("r", tuple(range(10, 50)), SamplingParams(6, seed=seed), n=3)
+            texts = {}
+            async for output in engine.generate(request):
+                texts.setdefault(output.index, []).extend(output.token_ids)
+            return texts
+
+        before = engine.stats.num_prefilled_tokens
+        first = await samples(5)
+        assert engine.stats.num_prefilled_tokens - before == 40 + 2
+        assert first[0] != first[1]
+        assert await samples(5) == first
+        assert await samples(6) != first
+
+    run(settings, work)
+
+
+def test_a_cancelled_request_gives_its_blocks_back(settings):
+    async def work(engine):
+        request = Request("r", tuple(range(10, 300)), SamplingParams(500, ignore_eos=True))
+        outputs = engine.generate(request)
+        await anext(outputs)
+        assert engine.cache.pool.num_leased > 0
+        await outputs.aclose()
+        for _ in range(200):
+            if not engine.cache.pool.num_leased:
+                break
+            await asyncio.sleep(0.02)
+        assert engine.cache.pool.num_leased == 0
+        assert (await ask(engine, list(range(10, 300)), SamplingParams(1))).num_cached_tokens == 289
+
+    run(settings, work)
+
+
+def test_stop_strings_and_lengths(settings):
+    async def work(engine):
+        prompt = engine.encode("A foreword is the opening")
+        free = await ask(engine, prompt, SamplingParams(24, temperature=0, ignore_eos=True))
+        assert len(free.token_ids) == 24
+        middle = free.text[len(free.text) // 2 :][:3]
+        stopped = await ask(
+            engine, prompt, SamplingParams(24, temperature=0, ignore_eos=True, stop=(middle,))
+        )
+        assert stopped.text == free.text[: free.text.index(middle)]
+
+    run(settings, work)
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(settings):
+    async def work(engine):
+        for prompt, num_new, field in (
+            ([], 1, "prompt"),
+            ([10**6], 1, "prompt"),
+            ([-1], 1, "prompt"),
+            (list(range(10, 60)), 10**6, "max_tokens"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                await ask(engine, prompt, SamplingParams(num_new))
+            assert caught.value.param == field
+
+    run(settings, work)
+
+
+def test_a_stopped_engine_says_so(settings):
+    async def work(engine):
+        running = asyncio.create_task(
+            ask(engine, list(range(10, 60)), SamplingParams(900, ignore_eos=True))
+        )
+        await asyncio.sleep(0.1)
+        await engine.stop(0.0)
+        with pytest.raises(EngineStopped):
+            await running
+        with pytest.raises(EngineStopped):
+            await ask(engine, [10, 11], SamplingParams(1))
+
+    async def whole():
+        engine = TorchEngine.load(settings)
+        engine.start()
+        await work(engine)
+
+    asyncio.run(whole())
