@@ -4,13 +4,13 @@ import argparse
 import asyncio
 
 import pytest
-from tiny import make_tiny
 
 from foreword.cli.measure import ask
 from foreword.cli.verify import compare
 from foreword.core.errors import EngineStopped, RequestError
 from foreword.core.request import Request, SamplingParams
 from foreword.engine.engine import EngineSettings, TorchEngine
+from tiny import make_tiny
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -74,7 +74,7 @@ class TorchEngine:
         self.runner = runner
         self.settings = settings
         self.exact, self.exact_reason = runner.exactness
-        self.identity: Identity = model.identity(BLOCK_SIZE, self.exact_numerics())
+        self.identity: Identity = model.identity(BLOCK_SIZE, runner.numerics)
         num_blocks = runner.kv.num_blocks
         self.cache = KVCache(num_blocks, BLOCK_SIZE, reuse=settings.prefix_caching)
         self.scheduler = Scheduler(
@@ -114,13 +114,6 @@ class TorchEngine:
                 f"{model.block_bytes(BLOCK_SIZE)} bytes; at least 2 are needed"
             )
         return cls(model, Runner(model, num_blocks, BLOCK_SIZE, settings.exact), settings)
-
-    def exact_numerics(self) -> str:
-        """The Identity's numerics: what the stored bits depend on, empty unless exact."""
-        if not self.exact:
-            return ""
-        cpu = torch.backends.cpu.get_cpu_capability()
-        return f"exact;torch {torch.__version__};{self.settings.device};{cpu}"
 
     @property
     def card(self) -> ModelCard:
