@@ -2,12 +2,20 @@
 
 import asyncio
 import codecs
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import cycle, islice, takewhile
 from typing import Any
 
 from foreword.core.errors import EngineStopped, RequestError
-from foreword.core.request import ModelCard, Output, Request, SamplingParams, TokenLogprob
+from foreword.core.request import (
+    FinishReason,
+    ModelCard,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 
 VOCAB_SIZE = 256
 
@@ -20,8 +28,7 @@ class EchoEngine:
         self.card = ModelCard("echo", max_model_len, VOCAB_SIZE)
         self.step_s = step_s
         self.requests: list[Request] = []
-        self.num_cancelled = 0
-        self.cancelled = asyncio.Event()
+        self.cancelled = threading.Event()
         self.stopped = False
 
     def encode(self, text: str) -> list[int]:
@@ -52,7 +59,6 @@ class EchoEngine:
             done = True
         finally:
             if not done:
-                self.num_cancelled += 1
                 self.cancelled.set()
 
     def _num_cached(self, request: Request) -> int:
@@ -76,14 +82,15 @@ def _sample(request: Request, index: int, num_cached: int) -> list[Output]:
         text = decoder.decode(bytes([token_id]), final=last)
         whole += text
         met = next((stop for stop in params.stop if stop in whole), None)
-        finish = "length" if endless or len(ids) < len(request.prompt) else "stop"
+        cut = endless or len(ids) < len(request.prompt)
+        reason: FinishReason = "length" if cut and not met else "stop"
         outputs.append(
             Output(
                 index,
                 (token_id,),
                 "" if met else text,
                 _logprobs(params, token_id),
-                ("stop" if met else finish) if last or met else None,
+                reason if last or met else None,
                 num_cached,
             )
         )

@@ -32,18 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Before anything slow: a taken port shows at once.
-    listener = bind(args.host, args.port)
-    from foreword.engine.engine import TorchEngine
+    with bind(args.host, args.port) as listener:
+        from foreword.engine.engine import TorchEngine
 
-    _log_to_stderr()
-    check_device(args.device)
-    settings = engine_settings(args)
-    try:
-        engine = TorchEngine.load(settings)
-    except ValueError as error:
-        raise Failure.of(error) or Failure(str(error), "settings") from error
-    engine.start()
-    asyncio.run(_serve(engine, listener))
+        _log_to_stderr()
+        check_device(args.device)
+        settings = engine_settings(args)
+        try:
+            engine = TorchEngine.load(settings)
+        except ValueError as error:
+            raise Failure.of(error) or Failure(str(error), "settings") from error
+        engine.start()
+        asyncio.run(_serve(engine, listener))
     return 0
 
 
@@ -54,6 +54,8 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        # Naming the protocol matters: asyncio sets TCP_NODELAY only where it is TCP's, and without
+        # it every answer on a kept connection is 40 ms late.
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -106,6 +108,7 @@ async def _serve(engine: "TorchEngine", listener: socket.socket) -> None:
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",
         timeout_graceful_shutdown=int(DRAIN_S + FLUSH_S),
     )
     server = Server(config)

@@ -115,9 +115,7 @@ class Fields:
     def _within(self, name: str, value: float, low: float, high: float) -> None:
         if not low <= value <= high:
             param = self.param(name)
-            raise ApiError(
-                f"'{param}' is {shown(value)}; it must lie from {low} to {high}.", param
-            )
+            raise ApiError(f"'{param}' is {shown(value)}; it must lie from {low} to {high}.", param)
 
     def boolean(self, name: str) -> bool:
         value = self._body.get(name, False)

@@ -1,0 +1,110 @@
+"""`foreword serve` as a process: a real, tiny model, the banner, and both ways to stop."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tiny import make_tiny
+
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def process(folder: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    flags = ["--model", str(folder), "--name", "tiny", "--port", "0", "--kv-bytes", "4MiB"]
+    with (
+        (tmp_path / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-m", "foreword.cli.main", "serve", *flags, "--exact", "off"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={"FOREWORD_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path)},
+        ) as process,
+    ):
+        yield process
+        process.kill()
+
+
+def banner(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What it prints until it serves, and its URL."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("    -d "):
+            break
+    text = "".join(lines)
+    match = re.search(r"http://127\.0\.0\.1:\d+", text)
+    assert match, text
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        try:
+            httpx.get(f"{match[0]}/health", trust_env=False).raise_for_status()
+        except httpx.ConnectError:
+            time.sleep(0.02)
+        else:
+            return text, match[0]
+    raise AssertionError("it never listened")
+
+
+def open_stream(url: str, max_tokens: int) -> httpx.Response:
+    body = {
+        "model": "tiny",
+        "prompt": [5, 6, 7],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    client = httpx.Client(trust_env=False, timeout=60)
+    request = client.build_request("POST", f"{url}/v1/completions", json=body)
+    response = client.send(request, stream=True)
+    assert response.status_code == 200
+    return response
+
+
+def test_a_running_answer_is_finished_after_sigterm(
+    process: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    text, url = banner(process)
+    for fact in ("model", "context", "KV pool", "exact"):
+        assert re.search(rf"^  {fact} +\S", text, re.MULTILINE), text
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] <= 3
+    response = open_stream(url, 200)
+    lines = response.iter_lines()
+    assert json.loads(next(lines)[6:])["choices"]
+    process.send_signal(signal.SIGTERM)
+    events = [line for line in lines if line]
+    response.close()
+    assert events[-1] == "data: [DONE]"
+    assert process.wait(20) == 0
+    assert "tokens reused" in (tmp_path / "stderr").read_text()
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+def test_the_second_ctrl_c_stops_at_once(process: "subprocess.Popen[str]") -> None:
+    _, url = banner(process)
+    response = open_stream(url, 900)
+    next(response.iter_lines())
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert "Stopping" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 128 + signal.SIGINT
+    response.close()

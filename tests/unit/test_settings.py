@@ -1,0 +1,210 @@
+"""The command line's own reading: sizes, flags and defaults, failures, what commands print."""
+
+import argparse
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foreword import __version__
+from foreword.cli import main as cli
+from foreword.cli.failure import EXIT_CODES, Failure
+from foreword.cli.serve import banner, bind, check_device, url
+from foreword.cli.settings import default_kv_bytes, engine_settings, physical_memory_bytes, size
+from foreword.engine.engine import EngineSettings
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("2GiB", 2 * GIB),
+        ("1.5 gib", 3 * GIB // 2),
+        ("500MB", 500_000_000),
+        ("7", 7),
+        ("1kib", 1024),
+    ],
+)
+def test_size(text: str, num_bytes: int) -> None:
+    assert size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "0", "-1", "2 apples", "1e9", "nan", "0.1"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+        size(text)
+
+
+def test_default_pool_is_a_quarter_of_memory_up_to_a_bound() -> None:
+    assert default_kv_bytes(8 * GIB) == 2 * GIB
+    assert default_kv_bytes(1000 * GIB) == 4 * GIB
+    assert 0 < physical_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_container_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("foreword.cli.settings.CGROUP_LIMIT", limit)
+    machine = physical_memory_bytes()
+    limit.write_text("max\n")
+    assert physical_memory_bytes() == machine
+    limit.write_text("4096\n")
+    assert physical_memory_bytes() == 4096
+
+
+def test_flags_default_to_the_engine_s_own() -> None:
+    args = cli.command_parser("serve").parse_args(["--kv-bytes", "1GiB"])
+    assert (args.host, args.port) == ("127.0.0.1", 8000)
+    assert engine_settings(args) == EngineSettings(kv_bytes=GIB)
+
+
+def test_every_flag_reaches_the_engine() -> None:
+    line = (
+        "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
+        "--kv-bytes 3GB --max-num-seqs 5 --exact off --no-prefix-caching --threads 7"
+    )
+    assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
+        model="here",
+        served_name="there",
+        device="cuda:1",
+        dtype="float32",
+        max_model_len=100,
+        kv_bytes=3_000_000_000,
+        max_num_seqs=5,
+        exact=False,
+        prefix_caching=False,
+        num_threads=7,
+    )
+
+
+def test_more_pool_than_memory_is_refused() -> None:
+    args = cli.command_parser("serve").parse_args(["--kv-bytes", "1000TB"])
+    with pytest.raises(Failure, match="more than this machine's memory"):
+        engine_settings(args)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--port 70000", "no port"),
+        ("--dtype float16", "bfloat16"),
+        ("--max-model-len 0", "whole number"),
+        ("--kv-bytes much", "no size"),
+        ("--thread 2", "unrecognized"),
+    ],
+)
+def test_bad_flags_say_so_in_one_line(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["serve", *line.split()])
+    assert stop.value.code == EXIT_CODES["usage"]
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
+
+
+def test_a_taken_port_is_known_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code = cli.main(["serve", "--model", "/nowhere", "--port", str(port)])
+    assert code == EXIT_CODES["address"]
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+    with pytest.raises(Failure, match="cannot listen"):
+        bind("192.0.2.1", 0)  # an address that no machine has
+
+
+def test_listener_is_tcp_by_name() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_an_unknown_device_is_refused() -> None:
+    check_device("cpu")
+    with pytest.raises(Failure, match="--device gpu cannot be used"):
+        check_device("gpu")
+
+
+def test_exit_codes_differ() -> None:
+    assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
+
+
+def test_a_missing_package_is_named() -> None:
+    failure = Failure.of(ModuleNotFoundError("No module", name="transformers"))
+    assert failure is not None
+    assert (failure.exit_code, str(failure)) == (
+        EXIT_CODES["install"],
+        "transformers is not installed: pip install 'foreword[engine]'",
+    )
+    assert Failure.of(ModuleNotFoundError("No module", name="foreword.gone")) is None
+    assert Failure.of(RuntimeError("a bug")) is None
+
+
+def test_a_missing_model_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("foreword"), "handlers", [])
+    assert cli.main(["serve", "--model", "/nowhere", "--port", "0"]) == EXIT_CODES["model"]
+    message = capsys.readouterr().err
+    assert message.startswith("foreword serve: ")
+    assert "/nowhere" in message
+    assert message.count("\n") == 1
+
+
+def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in cli.COMMANDS)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"foreword {__version__}\n"
+    assert cli.main(["bench", "fast"]) == EXIT_CODES["usage"]
+    assert "no command 'bench fast'" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    program = (
+        "import sys; from foreword.cli.main import main; main(['--help']);"
+        "import contextlib\nwith contextlib.suppress(SystemExit): main(['serve', '--help'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--kv-bytes" in done.stdout
+
+
+def test_measurements_print_as_json_or_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result: dict[str, Any] = {"ok": False, "cold_s": {"median": 0.123456, "all": [1, 2.5]}}
+    module = SimpleNamespace(add_arguments=lambda parser: None, run=lambda args: result)
+    monkeypatch.setattr(cli, "import_module", lambda name: module)
+    assert cli.main(["verify", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == result
+    result["ok"] = True
+    assert cli.main(["bench", "chat"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["ok", "True"], ["cold_s.median", "0.1235"], ["cold_s.all", "1", "2.5"]]
+
+
+def test_banner_gives_a_command_that_works() -> None:
+    text = banner({"exact": "yes: checked"}, "it's", url("0.0.0.0", 8000))
+    assert "URL      http://127.0.0.1:8000/v1" in text
+    assert "exact    yes: checked" in text
+    command = text.split("Try it:\n")[1].replace("curl ", "printf '%s\\n' ", 1)
+    words = subprocess.run(
+        ["sh", "-c", command], capture_output=True, check=True, text=True
+    ).stdout.splitlines()
+    assert words[0] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert json.loads(words[-1])["model"] == "it's"
+    assert url("::1", 80) == "http://[::1]:80"
