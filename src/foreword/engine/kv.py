@@ -64,14 +64,14 @@ def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtyp
 
 
 class PagedCache(Cache):
-    """Writes each layer's new keys and values to the pool's slots; attention reads them there."""
+    """Writes one step's new keys and values to the pool's slots; attention reads them there."""
 
     is_compileable = False
 
-    def __init__(self, kv: PagedKV) -> None:
+    def __init__(self, kv: PagedKV, slots: Tensor) -> None:
         self.layers = []  # the library keeps per-layer state here; ours is the pool
         self.kv = kv
-        self.slots = torch.empty(0, dtype=torch.int64)  # of this step's tokens, set per step
+        self.slots = slots  # of this step's tokens, in row order
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

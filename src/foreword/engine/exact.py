@@ -1,0 +1,344 @@
+"""Exact mode: a token's KV and logits have the same bits whatever is computed beside it.
+
+Matrix kernels choose how to sum by the number of rows, so a token prefilled alone, in a chunk or in
+a batch can come out with other bits. Which row counts agree depends on the machine, so it is
+measured at start: for each shape of linear layer the row counts whose rows agree bit for bit, and
+for attention the widths of the last key tile that do. Linear layers then compute in tiles of such
+row counts, padded with zero rows. A self-test on the loaded model decides whether that is enough;
+where it is not, exact mode is off and says why.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from time import perf_counter
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2CLS
+
+from foreword.engine.attention import ANY_WIDTH, Part
+from foreword.engine.kv import TILE, LayerShape, PagedKV
+from foreword.engine.model import LoadedModel
+
+COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+_HEAD_COUNTS = COUNTS[:8]  # the output layer sees one row per sequence, and is large
+_TYPICAL = (1, 8, 64, 2048)  # rows: one stream, a batch, a short chunk, a long one
+_WEIGHTS_IN_ROWS = 48  # reading a layer's weights costs about as much as computing so many rows
+_NUM_DRAWS = 2
+_SHARE = 32768  # elements: PyTorch starts no thread for fewer
+_VECTORS = 64  # elements: no vector loop handles more at a time
+_ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
+_TEST_BLOCK = 16  # tokens
+_TEST_CHUNKS = (33, 65, 193, 478, 1, 14)  # cuts at 33, 98, 291, 769 and 770
+_TEST_TOKENS = sum(_TEST_CHUNKS)
+_TEST_DECODES = (0, 16, 150, 291, 511, 512, 700, _TEST_TOKENS - 1)
+
+StepOn = Callable[[PagedKV, "ExactRules", Sequence[Part]], Tensor]
+
+
+class Tiling:
+    """How one shape of linear layer is cut into calls. All its row counts give the same bits, so
+    which of them are used is a question of time alone."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds = seconds  # measured, by row count
+        self._plans: dict[int, tuple[int, ...]] = {}
+
+    def plan(self, num_rows: int) -> tuple[int, ...]:
+        """Row counts of the calls, together at least `num_rows`: tiles of one size, then of a
+        second one for the rest."""
+        plan = self._plans.get(num_rows)
+        if plan is None:
+            plan = self._plans[num_rows] = min(_plans(num_rows, self.seconds), key=self._cost)
+        return plan
+
+    def _cost(self, plan: tuple[int, ...]) -> float:
+        return sum(self.seconds[count] for count in plan)
+
+
+@dataclass(frozen=True, eq=False)
+class ExactRules:
+    """What keeps bits equal here. `tilings` by rows x columns of the weight, head apart."""
+
+    tilings: dict[str, Tiling]
+    last_widths: tuple[int, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where the bits may: in the row counts and widths that belong together."""
+        counts = {shape: sorted(tiling.seconds) for shape, tiling in self.tilings.items()}
+        return sha256(json.dumps([counts, self.last_widths]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether exact mode is on, and why or why not. `rules` where it is on."""
+
+    exact: bool
+    reason: str
+    rules: ExactRules | None = None
+
+
+class RowExactLayers:
+    """Replaces the forward of a model's linear layers and activations by one that obeys the rules
+    while they are set. A model may serve exact and ordinary runners in turn."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.rules: ExactRules | None = None
+        for shape, layers in linear_shapes(module).items():
+            for layer in layers:
+                layer.forward = partial(self._linear, layer, shape)  # type: ignore[method-assign]
+        for layer in module.modules():
+            if type(layer) in _ACTIVATIONS:
+                layer.forward = partial(self._activation, layer.forward)
+
+    def _activation(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        if self.rules is None or rows.device.type != "cpu":
+            return forward(rows)
+        return in_whole_vectors(forward, rows)
+
+    def _linear(self, layer: nn.Linear, shape: str, rows: Tensor) -> Tensor:
+        if self.rules is None:
+            return functional.linear(rows, layer.weight, layer.bias)
+        flat = rows.reshape(-1, rows.shape[-1])
+        plan = self.rules.tilings[shape].plan(len(flat))
+        return in_tiles(flat, layer, plan).view(*rows.shape[:-1], layer.out_features)
+
+
+def in_tiles(rows: Tensor, layer: nn.Linear, plan: Sequence[int]) -> Tensor:
+    """The linear layer over rows [rows, in], computed in calls of `plan` rows each."""
+    num = len(rows)
+    if len(plan) == 1 and plan[0] == num:
+        return functional.linear(rows, layer.weight, layer.bias)
+    rows = functional.pad(rows, (0, 0, 0, sum(plan) - num))
+    out = rows.new_empty(len(rows), layer.out_features)
+    weight, start = layer.weight.t(), 0
+    for count in plan:
+        piece, target = rows[start : start + count], out[start : start + count]
+        if layer.bias is None:
+            torch.mm(piece, weight, out=target)
+        else:
+            torch.addmm(layer.bias, piece, weight, out=target)
+        start += count
+    return out[:num]
+
+
+def in_whole_vectors(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """An elementwise function, padded so that no element is computed by scalar code.
+
+    PyTorch shares elements out among threads and computes what is left of each share after whole
+    vectors by other code, whose exp() differs in the last bit: which elements that hits depends on
+    the number of rows.
+    """
+    num = padded = rows.numel()
+    while True:
+        shares = max(1, min(torch.get_num_threads(), -(-padded // _SHARE)))
+        whole = -(-padded // (shares * _VECTORS)) * shares * _VECTORS
+        if whole == padded:
+            break
+        padded = whole
+    if padded == num:
+        return activation(rows)
+    flat = functional.pad(rows.reshape(-1), (0, padded - num))
+    return activation(flat)[:num].view(rows.shape)
+
+
+def linear_shapes(module: nn.Module) -> dict[str, list[nn.Linear]]:
+    """A model's linear layers by what their kernels depend on."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    shapes: dict[str, list[nn.Linear]] = {}
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            name = f"{layer.out_features}x{layer.in_features}"
+            name += "+bias" * (layer.bias is not None) + " head" * (layer is head)
+            shapes.setdefault(name, []).append(layer)
+    return shapes
+
+
+_found: "WeakKeyDictionary[nn.Module, dict[int, Exactness]]" = WeakKeyDictionary()
+_layers: "WeakKeyDictionary[nn.Module, RowExactLayers]" = WeakKeyDictionary()
+
+
+def row_exact_layers(module: nn.Module) -> RowExactLayers:
+    """The model's replaced layers; replaced when first asked for."""
+    if module not in _layers:
+        _layers[module] = RowExactLayers(module)
+    return _layers[module]
+
+
+def find_rules(model: LoadedModel, step: StepOn) -> Exactness:
+    """Measure this machine and test the loaded model: seconds the first time, then remembered for
+    the model and the number of threads. `step` runs a forward on a pool under rules."""
+    known = _found.setdefault(model.module, {})
+    num_threads = torch.get_num_threads()
+    if num_threads not in known:
+        known[num_threads] = _find_rules(model, step)
+    return known[num_threads]
+
+
+@torch.inference_mode()
+def _find_rules(model: LoadedModel, step: StepOn) -> Exactness:
+    shapes = linear_shapes(model.module)
+    tilings = {
+        shape: Tiling(agreeing_counts(layers[0], _HEAD_COUNTS if "head" in shape else COUNTS))
+        for shape, layers in shapes.items()
+    }
+    heads = model.module.config.get_text_config().num_attention_heads
+    dtype, device = model.module.dtype, model.module.device
+    widths = set(ANY_WIDTH)
+    for layer in set(model.layers):
+        widths &= agreeing_widths(layer, heads, dtype, device)
+    rules = ExactRules(tilings, tuple(sorted(widths)))
+    cautious = replace(rules, last_widths=(TILE,))
+    failure = ""
+    for candidate in (rules, cautious):
+        failure = self_test(model, partial(step, rules=candidate))
+        if not failure:
+            return Exactness(True, "the self-test found every bit equal", candidate)
+    return Exactness(False, f"the self-test found other bits {failure}")
+
+
+def agreeing_counts(layer: nn.Linear, counts: Sequence[int]) -> dict[int, float]:
+    """Row counts whose results agree bit for bit in every row, with the seconds of one call.
+
+    Of several sets that agree within themselves the choice depends on no timing, so that two
+    starts choose alike: blocks of an earlier start must fit.
+    """
+    weight, generator = layer.weight, torch.Generator().manual_seed(0)
+    seconds = dict.fromkeys(counts, float("inf"))
+    results: dict[int, list[Tensor]] = {count: [] for count in counts}
+    for _ in range(_NUM_DRAWS):
+        drawn = torch.randn(counts[-1], weight.shape[1], generator=generator)
+        rows = drawn.to(weight.device, weight.dtype)
+        for count in counts:
+            num_calls = min(counts[-1], max(64 if count <= 32 else 512, count)) // count
+            started = perf_counter()
+            results[count].append(in_tiles(rows[: num_calls * count], layer, (count,) * num_calls))
+            seconds[count] = min(seconds[count], (perf_counter() - started) / num_calls)
+    agreeing: list[list[int]] = []
+    for count in counts:
+        for members in agreeing:
+            if all(map(_equal_rows, results[members[-1]], results[count])):
+                members.append(count)
+                break
+        else:
+            agreeing.append([count])
+    chosen = min(agreeing, key=_effort)
+    return {count: seconds[count] for count in chosen}
+
+
+def _equal_rows(left: Tensor, right: Tensor) -> bool:
+    num = min(len(left), len(right))
+    return torch.equal(left[:num], right[:num])
+
+
+def _effort(counts: Iterable[int]) -> float:
+    """How much work typical steps become with these row counts, by a model and not by a clock."""
+    cost = {count: float(_WEIGHTS_IN_ROWS + count) for count in counts}
+    total = 0.0
+    for rows in _TYPICAL:
+        plan = min(_plans(rows, cost), key=lambda plan: sum(cost[count] for count in plan))
+        total += sum(cost[count] for count in plan) / (_WEIGHTS_IN_ROWS + rows)
+    return total
+
+
+def _plans(num_rows: int, counts: Iterable[int]) -> Iterable[tuple[int, ...]]:
+    for first in counts:
+        whole, rest = divmod(num_rows, first)
+        for second in counts if rest else (1,):
+            yield (first,) * whole + (second,) * -(-rest // second)
+
+
+def agreeing_widths(
+    layer: LayerShape, num_heads: int, dtype: torch.dtype, device: torch.device
+) -> set[int]:
+    """Widths of the last key tile that give a decoding row the bits that a whole tile gives."""
+    generator = torch.Generator().manual_seed(0)
+    group = -(-num_heads // layer.num_kv_heads // 4) * 4
+
+    def draw(num: int, size: int) -> Tensor:
+        shape = (4, layer.num_kv_heads, num, size)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    query = draw(group, layer.key_size)
+    keys, values = draw(2 * TILE, layer.key_size), draw(2 * TILE, layer.value_size)
+
+    def attend(width: int, lasts: Sequence[int]) -> Tensor:
+        num = TILE + width
+        mask = torch.zeros(len(lasts), 1, 1, num, dtype=dtype, device=device)
+        for row, last in zip(mask, lasts, strict=True):
+            row[..., TILE + last :] = float("-inf")
+        return functional.scaled_dot_product_attention(
+            query, keys[:, :, :num], values[:, :, :num], attn_mask=mask
+        )
+
+    def agrees(width: int) -> bool:
+        lasts = (width - 15, width - 6, width - 1, width)
+        return torch.equal(attend(width, lasts), attend(TILE, lasts))
+
+    return {width for width in ANY_WIDTH if agrees(width)}
+
+
+def self_test(model: LoadedModel, step: Callable[..., Tensor]) -> str:
+    """Compute one random prompt in many ways on a pool of its own and compare all KV and logits.
+
+    Returns where bits differ, or an empty string. `step(kv, parts=...)` runs one forward.
+    """
+    module, per_block = model.module, _TEST_BLOCK
+    num_blocks = -(-_TEST_TOKENS // per_block)
+    total = 2 * num_blocks + len(_TEST_DECODES) + 8
+    kv = PagedKV(model.layers, total, per_block, module.dtype, module.device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocab_size, (_TEST_TOKENS,), generator=generator).tolist()
+    whole = list(range(num_blocks))
+    scattered = list(range(2 * num_blocks - 1, num_blocks - 1, -1))
+    spare = list(range(2 * num_blocks, total))
+
+    expected = step(kv, parts=[Part(whole, 0, ids, True)])
+    start, logits = 0, expected
+    for num in _TEST_CHUNKS:
+        logits = step(kv, parts=[Part(scattered, start, ids[start : start + num], True)])
+        start += num
+    if not torch.equal(logits, expected) or not _same_kv(kv, whole, scattered, 0, _TEST_TOKENS):
+        return "in a prompt computed in chunks"
+
+    decodes = []
+    for position, block in zip(_TEST_DECODES, spare, strict=False):
+        at, inside = divmod(position, per_block)
+        if inside:
+            kv.copy(whole[at], block, inside)
+        decodes.append(
+            Part([*whole[:at], block], position, ids[position : position + 1], True)
+        )
+    alone = torch.cat([step(kv, parts=[part]) for part in decodes])
+    if not torch.equal(alone[-1], expected[0]):
+        return "in one token computed alone"
+    other = Part(spare[-7:], 0, ids[: 7 * per_block - 3], True)
+    for beside in ([], [other]):
+        for count in range(1 if beside else 2, len(decodes) + 1):
+            together = step(kv, parts=[*decodes[:count], *beside])
+            if not torch.equal(together[:count], alone[:count]):
+                return f"in a batch of {count}" + ", mixed with prefill" * bool(beside)
+    for part in decodes:
+        at = part.start // per_block
+        if not _same_kv(kv, whole, part.block_ids, part.start, part.start + 1):
+            return "in the keys and values of one token in a batch"
+    if not _same_kv(kv, whole, other.block_ids, 0, other.end):
+        return "in a prefill mixed with a batch"
+    return ""
+
+
+def _same_kv(kv: PagedKV, left: Sequence[int], right: Sequence[int], start: int, stop: int) -> bool:
+    size = kv.block_size
+
+    def slots(table: Sequence[int]) -> Tensor:
+        numbers = [table[i // size] * size + i % size for i in range(start, stop)]
+        return torch.tensor(numbers, device=kv.keys[0].device)
+
+    one, two = slots(left), slots(right)
+    return all(torch.equal(pool[one], pool[two]) for pool in (*kv.keys, *kv.values))
