@@ -9,11 +9,10 @@ where it is not, exact mode is off and says why.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +26,8 @@ from foreword.engine.model import LoadedModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 _HEAD_COUNTS = COUNTS[:8]  # the output layer sees one row per sequence, and is large
-_TYPICAL = (1, 8, 64, 2048)  # rows: one stream, a batch, a short chunk, a long one
-_WEIGHTS_IN_ROWS = 48  # reading a layer's weights costs about as much as computing so many rows
+_TYPICAL = (1, 1, 8, 8, 64, 2048)  # rows of steps: most of them decode a stream or a small batch
+_WEIGHTS_IN_ROWS = 128  # reading a layer's weights costs about as much as computing so many rows
 _NUM_DRAWS = 2
 _SHARE = 32768  # elements: PyTorch starts no thread for fewer
 _VECTORS = 64  # elements: no vector loop handles more at a time
@@ -36,17 +35,17 @@ _ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS
 _TEST_BLOCK = 16  # tokens
 _TEST_CHUNKS = (33, 65, 193, 478, 1, 14)  # cuts at 33, 98, 291, 769 and 770
 _TEST_TOKENS = sum(_TEST_CHUNKS)
-_TEST_DECODES = (0, 16, 150, 291, 511, 512, 700, _TEST_TOKENS - 1)
+_TEST_DECODES = (_TEST_TOKENS - 1, 512, 511, 150, 0, 16, 291, 700)
 
-StepOn = Callable[[PagedKV, "ExactRules", Sequence[Part]], Tensor]
+Step = Callable[[PagedKV, Sequence[Part]], Tensor]
 
 
 class Tiling:
-    """How one shape of linear layer is cut into calls. All its row counts give the same bits, so
-    which of them are used is a question of time alone."""
+    """How one shape of linear layer is cut into calls of row counts that give the same bits, so
+    that which of them are used is a question of time alone."""
 
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds = seconds  # measured, by row count
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
         self._plans: dict[int, tuple[int, ...]] = {}
 
     def plan(self, num_rows: int) -> tuple[int, ...]:
@@ -54,11 +53,25 @@ class Tiling:
         second one for the rest."""
         plan = self._plans.get(num_rows)
         if plan is None:
-            plan = self._plans[num_rows] = min(_plans(num_rows, self.seconds), key=self._cost)
+            plan = self._plans[num_rows] = min(_plans(num_rows, self.counts), key=_cost)
         return plan
 
-    def _cost(self, plan: tuple[int, ...]) -> float:
-        return sum(self.seconds[count] for count in plan)
+    def effort(self, steps: Sequence[int]) -> float:
+        """How much work steps of so many rows become, relative to calls of any row count."""
+        return sum(_cost(self.plan(num_rows)) / _cost((num_rows,)) for num_rows in steps)
+
+
+def _plans(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for first in counts:
+        whole, rest = divmod(num_rows, first)
+        for second in counts if rest else (1,):
+            yield (first,) * whole + (second,) * -(-rest // second)
+
+
+def _cost(plan: Sequence[int]) -> int:
+    """In rows. A model and not a clock: a busy machine would teach a clock nonsense, and two starts
+    must choose alike, or blocks of the earlier one would not fit."""
+    return sum(_WEIGHTS_IN_ROWS + count for count in plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +84,7 @@ class ExactRules:
     @property
     def fingerprint(self) -> str:
         """Differs where the bits may: in the row counts and widths that belong together."""
-        counts = {shape: sorted(tiling.seconds) for shape, tiling in self.tilings.items()}
+        counts = {shape: tiling.counts for shape, tiling in self.tilings.items()}
         return sha256(json.dumps([counts, self.last_widths]).encode()).hexdigest()[:16]
 
 
@@ -90,12 +103,18 @@ class RowExactLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self.rules: ExactRules | None = None
-        for shape, layers in linear_shapes(module).items():
-            for layer in layers:
-                layer.forward = partial(self._linear, layer, shape)  # type: ignore[method-assign]
-        for layer in module.modules():
-            if type(layer) in _ACTIVATIONS:
-                layer.forward = partial(self._activation, layer.forward)
+        replaced: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
+            (layer, partial(self._linear, layer, shape))
+            for shape, layers in linear_shapes(module).items()
+            for layer in layers
+        ]
+        replaced += [
+            (layer, partial(self._activation, layer.forward))
+            for layer in module.modules()
+            if type(layer) in _ACTIVATIONS
+        ]
+        for layer, forward in replaced:
+            layer.forward = forward
 
     def _activation(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if self.rules is None or rows.device.type != "cpu":
@@ -171,9 +190,9 @@ def row_exact_layers(module: nn.Module) -> RowExactLayers:
     return _layers[module]
 
 
-def find_rules(model: LoadedModel, step: StepOn) -> Exactness:
+def find_rules(model: LoadedModel, step: Callable[[ExactRules], Step]) -> Exactness:
     """Measure this machine and test the loaded model: seconds the first time, then remembered for
-    the model and the number of threads. `step` runs a forward on a pool under rules."""
+    the model and the number of threads. `step` gives the forward under rules."""
     known = _found.setdefault(model.module, {})
     num_threads = torch.get_num_threads()
     if num_threads not in known:
@@ -182,10 +201,10 @@ def find_rules(model: LoadedModel, step: StepOn) -> Exactness:
 
 
 @torch.inference_mode()
-def _find_rules(model: LoadedModel, step: StepOn) -> Exactness:
+def _find_rules(model: LoadedModel, step: Callable[[ExactRules], Step]) -> Exactness:
     shapes = linear_shapes(model.module)
     tilings = {
-        shape: Tiling(agreeing_counts(layers[0], _HEAD_COUNTS if "head" in shape else COUNTS))
+        shape: agreeing_counts(layers[0], _HEAD_COUNTS if "head" in shape else COUNTS)
         for shape, layers in shapes.items()
     }
     heads = model.module.config.get_text_config().num_attention_heads
@@ -197,29 +216,23 @@ def _find_rules(model: LoadedModel, step: StepOn) -> Exactness:
     cautious = replace(rules, last_widths=(TILE,))
     failure = ""
     for candidate in (rules, cautious):
-        failure = self_test(model, partial(step, rules=candidate))
+        failure = self_test(model, step(candidate))
         if not failure:
             return Exactness(True, "the self-test found every bit equal", candidate)
     return Exactness(False, f"the self-test found other bits {failure}")
 
 
-def agreeing_counts(layer: nn.Linear, counts: Sequence[int]) -> dict[int, float]:
-    """Row counts whose results agree bit for bit in every row, with the seconds of one call.
-
-    Of several sets that agree within themselves the choice depends on no timing, so that two
-    starts choose alike: blocks of an earlier start must fit.
-    """
-    weight, generator = layer.weight, torch.Generator().manual_seed(0)
-    seconds = dict.fromkeys(counts, float("inf"))
+def agreeing_counts(layer: nn.Linear, counts: Sequence[int]) -> Tiling:
+    """Row counts whose results agree bit for bit in every row; of several such sets, the one that
+    costs typical steps least."""
+    generator = torch.Generator().manual_seed(0)
     results: dict[int, list[Tensor]] = {count: [] for count in counts}
     for _ in range(_NUM_DRAWS):
-        drawn = torch.randn(counts[-1], weight.shape[1], generator=generator)
-        rows = drawn.to(weight.device, weight.dtype)
+        drawn = torch.randn(counts[-1], layer.in_features, generator=generator)
+        rows = drawn.to(layer.weight.device, layer.weight.dtype)
         for count in counts:
             num_calls = min(counts[-1], max(64 if count <= 32 else 512, count)) // count
-            started = perf_counter()
             results[count].append(in_tiles(rows[: num_calls * count], layer, (count,) * num_calls))
-            seconds[count] = min(seconds[count], (perf_counter() - started) / num_calls)
     agreeing: list[list[int]] = []
     for count in counts:
         for members in agreeing:
@@ -228,30 +241,13 @@ def agreeing_counts(layer: nn.Linear, counts: Sequence[int]) -> dict[int, float]
                 break
         else:
             agreeing.append([count])
-    chosen = min(agreeing, key=_effort)
-    return {count: seconds[count] for count in chosen}
+    steps = [num_rows for num_rows in _TYPICAL if num_rows <= counts[-1]]
+    return min(map(Tiling, agreeing), key=lambda tiling: tiling.effort(steps))
 
 
 def _equal_rows(left: Tensor, right: Tensor) -> bool:
     num = min(len(left), len(right))
     return torch.equal(left[:num], right[:num])
-
-
-def _effort(counts: Iterable[int]) -> float:
-    """How much work typical steps become with these row counts, by a model and not by a clock."""
-    cost = {count: float(_WEIGHTS_IN_ROWS + count) for count in counts}
-    total = 0.0
-    for rows in _TYPICAL:
-        plan = min(_plans(rows, cost), key=lambda plan: sum(cost[count] for count in plan))
-        total += sum(cost[count] for count in plan) / (_WEIGHTS_IN_ROWS + rows)
-    return total
-
-
-def _plans(num_rows: int, counts: Iterable[int]) -> Iterable[tuple[int, ...]]:
-    for first in counts:
-        whole, rest = divmod(num_rows, first)
-        for second in counts if rest else (1,):
-            yield (first,) * whole + (second,) * -(-rest // second)
 
 
 def agreeing_widths(
@@ -284,52 +280,49 @@ def agreeing_widths(
     return {width for width in ANY_WIDTH if agrees(width)}
 
 
-def self_test(model: LoadedModel, step: Callable[..., Tensor]) -> str:
+def self_test(model: LoadedModel, step: Step) -> str:
     """Compute one random prompt in many ways on a pool of its own and compare all KV and logits.
 
-    Returns where bits differ, or an empty string. `step(kv, parts=...)` runs one forward.
+    Returns where bits differ, or an empty string.
     """
-    module, per_block = model.module, _TEST_BLOCK
-    num_blocks = -(-_TEST_TOKENS // per_block)
+    num_blocks = -(-_TEST_TOKENS // _TEST_BLOCK)
     total = 2 * num_blocks + len(_TEST_DECODES) + 8
-    kv = PagedKV(model.layers, total, per_block, module.dtype, module.device)
+    kv = PagedKV(model.layers, total, _TEST_BLOCK, model.module.dtype, model.module.device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (_TEST_TOKENS,), generator=generator).tolist()
-    whole = list(range(num_blocks))
-    scattered = list(range(2 * num_blocks - 1, num_blocks - 1, -1))
-    spare = list(range(2 * num_blocks, total))
+    whole, spare = list(range(num_blocks)), list(range(2 * num_blocks, total))
+    expected = step(kv, [Part(whole, 0, ids, True)])
 
-    expected = step(kv, parts=[Part(whole, 0, ids, True)])
+    backwards = list(range(2 * num_blocks - 1, num_blocks - 1, -1))  # gathered, not viewed
     start, logits = 0, expected
     for num in _TEST_CHUNKS:
-        logits = step(kv, parts=[Part(scattered, start, ids[start : start + num], True)])
+        logits = step(kv, [Part(backwards, start, ids[start : start + num], True)])
         start += num
-    if not torch.equal(logits, expected) or not _same_kv(kv, whole, scattered, 0, _TEST_TOKENS):
+    if not (torch.equal(logits, expected) and _same_kv(kv, whole, backwards, 0, _TEST_TOKENS)):
         return "in a prompt computed in chunks"
+    return _test_batches(kv, ids, spare, step)
 
+
+def _test_batches(kv: PagedKV, ids: list[int], spare: list[int], step: Step) -> str:
+    """Decode known tokens of the prompt in the pool's first blocks: alone, together, and beside
+    the prefill of another sequence."""
+    whole = list(range(-(-len(ids) // _TEST_BLOCK)))
     decodes = []
     for position, block in zip(_TEST_DECODES, spare, strict=False):
-        at, inside = divmod(position, per_block)
+        at, inside = divmod(position, _TEST_BLOCK)
         if inside:
             kv.copy(whole[at], block, inside)
-        decodes.append(
-            Part([*whole[:at], block], position, ids[position : position + 1], True)
-        )
-    alone = torch.cat([step(kv, parts=[part]) for part in decodes])
-    if not torch.equal(alone[-1], expected[0]):
-        return "in one token computed alone"
-    other = Part(spare[-7:], 0, ids[: 7 * per_block - 3], True)
-    for beside in ([], [other]):
-        for count in range(1 if beside else 2, len(decodes) + 1):
-            together = step(kv, parts=[*decodes[:count], *beside])
-            if not torch.equal(together[:count], alone[:count]):
-                return f"in a batch of {count}" + ", mixed with prefill" * bool(beside)
-    for part in decodes:
-        at = part.start // per_block
-        if not _same_kv(kv, whole, part.block_ids, part.start, part.start + 1):
-            return "in the keys and values of one token in a batch"
-    if not _same_kv(kv, whole, other.block_ids, 0, other.end):
-        return "in a prefill mixed with a batch"
+        decodes.append(Part([*whole[:at], block], position, ids[position : position + 1], True))
+    other = Part(spare[-7:], 0, ids[: 7 * _TEST_BLOCK - 3], True)
+    alone = torch.cat([step(kv, [part]) for part in decodes[:4]])
+    for count, beside in ((2, []), (5, []), (8, []), (1, [other]), (8, [other])):
+        together = step(kv, [*decodes[:count], *beside])
+        if not torch.equal(together[: min(count, 4)], alone[:count]):
+            return f"in a batch of {count}" + ", mixed with prefill" * bool(beside)
+    if not all(
+        _same_kv(kv, whole, part.block_ids, part.start, part.end) for part in (*decodes, other)
+    ):
+        return "in the keys and values of a batch"
     return ""
 
 

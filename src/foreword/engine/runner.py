@@ -29,7 +29,7 @@ class Runner:
             model.layers, num_blocks, block_size, model.module.dtype, model.module.device
         )
         self._exactness = (
-            find_rules(model, partial(forward, model))
+            find_rules(model, partial(partial, forward, model))
             if exact
             else Exactness(False, "turned off by a setting")
         )
@@ -60,12 +60,12 @@ class Runner:
 
         Returns logits [parts that want them, vocab], float32, in the order of `parts`.
         """
-        return forward(self.model, self.kv, self._exactness.rules, parts)
+        return forward(self.model, self._exactness.rules, self.kv, parts)
 
 
 @torch.inference_mode()
 def forward(
-    model: LoadedModel, kv: PagedKV, rules: ExactRules | None, parts: Sequence[Part]
+    model: LoadedModel, rules: ExactRules | None, kv: PagedKV, parts: Sequence[Part]
 ) -> Tensor:
     """One packed forward on a pool, under the rules of exact mode if there are any."""
     module = model.module
