@@ -60,13 +60,15 @@ def test_leaves_go_in_the_order_of_their_last_use() -> None:
     draw = random.Random(0)
     index = RadixIndex(SIZE)
     leaves = [add(index, [i] * SIZE, i) for i in range(12)]
-    used: dict[Node, None] = {}
-    for leaf in [*leaves, *draw.choices(leaves, k=300)]:
+    used: list[Node] = []  # oldest first
+    for turn, leaf in enumerate([*leaves, *draw.choices(leaves, k=300)]):
+        if turn % 40 > 30:
+            leaf = index.pop_leaf()
+            assert leaf is used[0]
         index.touch(leaf)
-        used.pop(leaf, None)
-        used[leaf] = None
+        used = [other for other in used if other is not leaf] + [leaf]
         assert len(index._leaves) <= 2 * len(leaves) + 1, "stale candidates pile up"
-    assert [index.pop_leaf() for _ in leaves] == list(used)
+    assert [index.pop_leaf() for _ in leaves] == used
 
 
 def test_leaves_of_the_same_age_go_in_the_order_offered() -> None:
@@ -152,6 +154,7 @@ def test_a_copy_source_passed_over_by_eviction_can_be_evicted_later() -> None:
     assert effects
     filling, _ = admit(cache, [2] * 16)  # finds the oldest leaf pinned and takes the next
     cache.filled(copying, 2)
+    cache.filled(copying, 1)
     cache.release(copying)
     cache.release(filling)
     admit(cache, [3] * 24)

@@ -15,7 +15,7 @@ EXIT_CODES: Final = {
 PACKAGES = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "numpy", "tqdm"}
 
 
-class Failure(Exception):  # noqa: N818 - it is what ends a command, not what went wrong
+class Failure(Exception):
     """Ends a command with `message` on stderr."""
 
     def __init__(self, message: str, kind: str) -> None:

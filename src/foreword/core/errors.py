@@ -10,5 +10,5 @@ class RequestError(ValueError):
         self.param = param
 
 
-class EngineStopped(RuntimeError):  # noqa: N818 - it names a state, as asyncio's do
+class EngineStopped(RuntimeError):
     """The engine is draining or has failed; nothing was generated for this request."""
