@@ -134,11 +134,12 @@ def in_tiles(rows: Tensor, layer: nn.Linear, plan: Sequence[int]) -> Tensor:
     num = len(rows)
     if len(plan) == 1 and plan[0] == num:
         return functional.linear(rows, layer.weight, layer.bias)
-    rows = functional.pad(rows, (0, 0, 0, sum(plan) - num))
-    out = rows.new_empty(len(rows), layer.out_features)
+    out = rows.new_empty(sum(plan), layer.out_features)
     weight, start = layer.weight.t(), 0
     for count in plan:
         piece, target = rows[start : start + count], out[start : start + count]
+        if len(piece) < count:
+            piece = functional.pad(piece, (0, 0, 0, count - len(piece)))
         if layer.bias is None:
             torch.mm(piece, weight, out=target)
         else:
