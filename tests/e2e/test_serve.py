@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -61,7 +62,8 @@ def banner(process: "subprocess.Popen[str]") -> tuple[str, str]:
     raise AssertionError("it never listened")
 
 
-def open_stream(url: str, max_tokens: int) -> httpx.Response:
+@contextmanager
+def open_stream(url: str, max_tokens: int) -> Iterator[httpx.Response]:
     body = {
         "model": "tiny",
         "prompt": [5, 6, 7],
@@ -69,11 +71,12 @@ def open_stream(url: str, max_tokens: int) -> httpx.Response:
         "ignore_eos": True,
         "stream": True,
     }
-    client = httpx.Client(trust_env=False, timeout=60)
-    request = client.build_request("POST", f"{url}/v1/completions", json=body)
-    response = client.send(request, stream=True)
-    assert response.status_code == 200
-    return response
+    with (
+        httpx.Client(trust_env=False, timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        yield response
 
 
 def test_a_running_answer_is_finished_after_sigterm(
@@ -86,12 +89,11 @@ def test_a_running_answer_is_finished_after_sigterm(
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False)
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] <= 3
-    response = open_stream(url, 200)
-    lines = response.iter_lines()
-    assert json.loads(next(lines)[6:])["choices"]
-    process.send_signal(signal.SIGTERM)
-    events = [line for line in lines if line]
-    response.close()
+    with open_stream(url, 200) as response:
+        lines = response.iter_lines()
+        assert json.loads(next(lines)[6:])["choices"]
+        process.send_signal(signal.SIGTERM)
+        events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]"
     assert process.wait(20) == 0
     assert "tokens reused" in (tmp_path / "stderr").read_text()
@@ -100,11 +102,12 @@ def test_a_running_answer_is_finished_after_sigterm(
 
 def test_the_second_ctrl_c_stops_at_once(process: "subprocess.Popen[str]") -> None:
     _, url = banner(process)
-    response = open_stream(url, 900)
-    next(response.iter_lines())
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert "Stopping" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 128 + signal.SIGINT
-    response.close()
+    with open_stream(url, 900) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert "Stopping" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 128 + signal.SIGINT
+        lines.close()
