@@ -192,3 +192,14 @@ def test_answers_are_plain() -> None:
     cache.release(lease)
     with pytest.raises(AssertionError):
         cache.filled(lease, 1)
+
+
+def test_a_cut_takes_the_end_of_a_run_and_says_so() -> None:
+    index = RadixIndex(SIZE)
+    leaf = add(index, list(range(12)))
+    hashes = list(leaf.hashes)
+    assert index.cut(leaf, 2) == (hashes[1:], [1, 2])
+    assert (leaf.hashes, leaf.block_ids, leaf.key) == (hashes[:1], [0], token_key(range(SIZE)))
+    assert index.pop_leaf() is leaf
+    assert index.cut(leaf, 1) == (hashes[:1], [0])
+    assert index._roots == {}, "a root that lost all its children is forgotten"
