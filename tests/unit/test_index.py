@@ -6,6 +6,7 @@ import pytest
 
 from foreword.core.block import BlockHash, BlockId, Chain, token_key
 from foreword.core.cache import BlockState, Copy, KVCache, Lease, Refusal
+from foreword.core.events import BlockRemoved
 from foreword.core.index import Node, RadixIndex
 
 ROOT = BlockHash(bytes(32))
@@ -203,3 +204,12 @@ def test_a_cut_takes_the_end_of_a_run_and_says_so() -> None:
     assert index.pop_leaf() is leaf
     assert index.cut(leaf, 1) == (hashes[:1], [0])
     assert index._roots == {}, "a root that lost all its children is forgotten"
+
+
+def test_removed_blocks_are_told_children_first() -> None:
+    cache = KVCache(3, SIZE, record_events=True)
+    keep(cache, list(range(12)))
+    hashes = Chain(ROOT, SIZE, range(12)).hashes
+    cache.take_events()
+    admit(cache, [9] * 8)
+    assert cache.take_events() == [BlockRemoved((hashes[2], hashes[1]))]
