@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from foreword.engine import exact
+from foreword.engine.attention import AttentionRules
 from foreword.engine.exact import ExactRules, Tiling, in_tiles, in_whole_vectors
 from foreword.engine.model import load_model
 from foreword.engine.runner import Part, Runner
@@ -126,7 +127,7 @@ def test_numerics_name_the_rules(case: Exact) -> None:
     assert rules is not None
     assert case.runner.numerics.endswith(rules.fingerprint)
     assert f"torch {torch.__version__};" in case.runner.numerics
-    other = ExactRules(rules.tilings, (512, 1024))
+    other = ExactRules(rules.tilings, AttentionRules((512,), not rules.attention.fold))
     assert other.fingerprint != rules.fingerprint
 
 

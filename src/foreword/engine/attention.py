@@ -21,9 +21,22 @@ from transformers import AttentionInterface
 from foreword.engine.kv import TILE, PagedKV
 
 IMPLEMENTATION = "foreword_paged"
-ANY_WIDTH = tuple(range(16, TILE + 1, 16))  # of the last key tile in decode; exact mode allows less
+ANY_WIDTH = tuple(range(16, TILE + 1, 16))
 _ROWS = 4  # with fewer query rows in a block the kernels take another path
+_MAX_FOLDED = 512  # elements; larger heads fill the kernels by themselves
+_MAX_GATHERED = 65536  # tokens that are gathered for one call
 _NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """What decode may do. Exact mode allows what gives equal bits on this machine."""
+
+    last_widths: tuple[int, ...]  # of the last key tile, ascending; the last one is TILE
+    fold: bool  # KV heads into one
+
+
+ANY_RULES = AttentionRules(ANY_WIDTH, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +56,30 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Where the keys of `count` sequences lie: a view of the pool if each has consecutive blocks
-    and they start equally far apart, else (one sequence) a gather of `blocks`."""
+    and they start equally far apart, else a gather of `blocks`."""
 
+    count: int
     num_keys: int
     first: int = 0  # slot
     apart: int = 0  # slots
-    count: int = 1
-    blocks: Tensor | None = None
+    blocks: Tensor | None = None  # block ids, as many for each sequence
 
-    def read(self, pool: Tensor, block_size: int) -> Tensor:
-        """[count, kv heads, num_keys, head size] out of [slots, kv heads, head size]."""
+    def read(self, pool: Tensor, block_size: int, fold: bool = False) -> Tensor:
+        """[count, kv heads, num_keys, head size] out of [slots, kv heads, head size].
+
+        With `fold`, the KV heads side by side as one: [count, 1, num_keys, kv heads * head size].
+        """
         slots, heads, size = pool.shape
-        if self.blocks is not None:
-            blocks = pool.view(slots // block_size, -1).index_select(0, self.blocks)
-            return blocks.view(1, -1, heads, size)[:, : self.num_keys].transpose(1, 2)
+        if fold:
+            heads, size = 1, heads * size
         row = heads * size
+        if self.blocks is not None:
+            pool = pool.view(slots // block_size, -1).index_select(0, self.blocks)
+            first, apart = 0, len(self.blocks) // self.count * block_size
+        else:
+            first, apart = self.first, self.apart
         shape = (self.count, heads, self.num_keys, size)
-        return pool.as_strided(shape, (self.apart * row, size, row, 1), self.first * row)
+        return pool.as_strided(shape, (apart * row, size, row, 1), first * row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,116 +92,151 @@ class Piece:
     mask: Tensor | None
 
 
-@dataclass(slots=True)
-class _Decodes:
-    """Sequences with one new token whose attention is one call: rows start to start + count."""
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A part with its block table and, where that is consecutive, its first slot, else -1."""
 
-    start: int
-    ends: list[int]
-    keys: Keys
+    part: Part
+    table: np.ndarray
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.part.end
 
 
 class Step:
     """One packed forward. `order` says which part each run of rows belongs to: parts that decode
-    come first, so that neighbours in the pool are neighbours in the batch."""
+    come first, neighbours in the pool next to each other, so that one call can serve several."""
 
     def __init__(
-        self, kv: PagedKV, parts: Sequence[Part], last_widths: Sequence[int] = ANY_WIDTH
+        self, kv: PagedKV, parts: Sequence[Part], rules: AttentionRules = ANY_RULES
     ) -> None:
         self.kv = kv
         self._dtype, self._device = kv.keys[0].dtype, kv.keys[0].device
-        self._last_widths = last_widths
-        tables = [self._table(part) for part in parts]
-        firsts = [_first_of_run(table) for table in tables]
-        self.order = sorted(
-            range(len(parts)), key=lambda i: (len(parts[i].token_ids) > 1, firsts[i])
+        self._rules = rules
+        sequences = [self._sequence(part) for part in parts]
+        self.order = sorted(range(len(parts)), key=lambda i: _place(sequences[i]))
+        ordered = [sequences[i] for i in self.order]
+        self.slots = torch.from_numpy(np.concatenate([self._slots(s) for s in ordered])).to(
+            self._device
         )
-        slots, self._decodes = [], list[_Decodes]()
-        self._prefills: list[tuple[int, Part, Keys]] = []
-        row = 0
-        for i in self.order:
-            part, table, first = parts[i], tables[i], firsts[i] * kv.block_size
-            positions = np.arange(part.start, part.end)
-            slots.append(
-                table[positions // kv.block_size] * kv.block_size + positions % kv.block_size
-            )
-            if len(part.token_ids) > 1:
-                self._prefills.append((row, part, self._keys(table, first, _up(part.end, TILE))))
+        self._num_decodes = sum(len(s.part.token_ids) == 1 for s in ordered)
+        self._groups: list[list[_Sequence]] = []
+        for sequence in ordered[: self._num_decodes]:
+            if self._groups and _fits(self._groups[-1], sequence):
+                self._groups[-1].append(sequence)
             else:
-                keys = self._keys(table, first, self._width(part.end))
-                if not (self._decodes and _join(self._decodes[-1], part.end, keys)):
-                    self._decodes.append(_Decodes(row, [part.end], keys))
-            row += len(part.token_ids)
-        self.slots = torch.from_numpy(np.concatenate(slots)).to(self._device)
-        self._num_decodes = sum(len(group.ends) for group in self._decodes)
+                self._groups.append([sequence])
+        self._prefills = ordered[self._num_decodes :]
+        self._decode_keys = [
+            self._keys(group, self._width(max(s.end for s in group))) for group in self._groups
+        ]
+        self._prefill_keys = [self._keys([s], _up(s.end, TILE)) for s in self._prefills]
         self._built: dict[int | None, tuple[list[Tensor | None], list[list[Piece]]]] = {}
 
     def attend(self, layer: int, query: Tensor, scaling: float | None) -> Tensor:
         """Attention of query [1, heads, rows, size]: [rows, heads, value size]."""
         keys, values, block_size = self.kv.keys[layer], self.kv.values[layer], self.kv.block_size
-        masks, pieces = self._plan(self.kv.layers[layer].window)
+        _masks, pieces = self._plan(self.kv.layers[layer].window)
         out = query.new_empty(query.shape[2], query.shape[1], values.shape[2])
-        if self._decodes:
-            packed = self._pack(query, keys.shape[1])
-            group = query.shape[1] // keys.shape[1]
-            for decodes, mask in zip(self._decodes, masks, strict=True):
-                rows = slice(decodes.start, decodes.start + len(decodes.ends))
-                result = functional.scaled_dot_product_attention(
-                    packed[rows],
-                    decodes.keys.read(keys, block_size),
-                    decodes.keys.read(values, block_size),
-                    attn_mask=mask,
-                    scale=scaling,
-                )
-                out[rows].view(len(decodes.ends), keys.shape[1], group, -1)[:] = result[
-                    :, :, :group
-                ]
-        for (first, _part, where), cut in zip(self._prefills, pieces, strict=True):
+        start = self._num_decodes
+        if start:
+            self._decode(layer, query, scaling, out[:start])
+        for sequence, where, cut in zip(self._prefills, self._prefill_keys, pieces, strict=True):
             key, value = where.read(keys, block_size), where.read(values, block_size)
             for piece in cut:
-                rows = slice(first + piece.start, first + piece.stop)
+                rows = slice(start + piece.start, start + piece.stop)
                 out[rows] = _prefill(query[:, :, rows], key, value, piece, scaling)
+            start += len(sequence.part.token_ids)
         return out
 
-    def _pack(self, query: Tensor, num_kv_heads: int) -> Tensor:
-        """Decode rows with the heads that share a KV head as query rows, padded with zero rows:
-        [sequences, kv heads, rows, size]. One unpadded row costs several times as much."""
-        num, size = self._num_decodes, query.shape[3]
-        group = query.shape[1] // num_kv_heads
-        rows = query[0, :, :num].transpose(0, 1).reshape(num, num_kv_heads, group, size)
-        return functional.pad(rows, (0, 0, 0, -group % _ROWS))
+    def _decode(self, layer: int, query: Tensor, scaling: float | None, out: Tensor) -> None:
+        """Rows of sequences with one new token, into out [sequences, heads, value size].
 
-    def _table(self, part: Part) -> np.ndarray:
+        The heads that share a KV head become query rows, padded with zero rows: one row alone
+        costs several times as much. Where the KV heads fold, they become one head of their sizes
+        together, and a query row is zero outside of its own: fewer, larger products.
+        """
+        keys, values, block_size = self.kv.keys[layer], self.kv.values[layer], self.kv.block_size
+        masks, _pieces = self._plan(self.kv.layers[layer].window)
+        (num, heads, size), num_kv = out.shape, keys.shape[1]
+        group = heads // num_kv
+        rows = query[0, :, :num].transpose(0, 1).reshape(num, num_kv, group, query.shape[3])
+        rows = functional.pad(rows, (0, 0, 0, -group % _ROWS))
+        start = 0
+        for where, mask in zip(self._decode_keys, masks, strict=True):
+            stop = start + where.count
+            fold = self._folds(keys, where.count)
+            result = functional.scaled_dot_product_attention(
+                _spread(rows[start:stop]) if fold else rows[start:stop],
+                where.read(keys, block_size, fold),
+                where.read(values, block_size, fold),
+                attn_mask=mask,
+                scale=scaling,
+            )
+            if fold:
+                result = result.view(where.count, num_kv, -1, num_kv, size)
+                result = result.diagonal(0, 1, 3).permute(0, 3, 1, 2)
+            out[start:stop].view(where.count, num_kv, group, size)[:] = result[:, :, :group]
+            start = stop
+
+    def _folds(self, keys: Tensor, count: int) -> bool:
+        """Worth it while the folded head is small, and one head per sequence keeps all threads
+        busy. float32 has no matrix unit to fill."""
+        return (
+            self._rules.fold
+            and self._dtype is torch.bfloat16
+            and self._device.type == "cpu"
+            and count >= torch.get_num_threads()
+            and keys.shape[1] * keys.shape[2] <= _MAX_FOLDED
+        )
+
+    def _sequence(self, part: Part) -> _Sequence:
         num_blocks = -(-part.end // self.kv.block_size)
         table = np.asarray(part.block_ids[:num_blocks], dtype=np.int64)
         assert len(table) == num_blocks > 0, "the block table is too short"
-        return table
+        run = table[-1] - table[0] == num_blocks - 1 and bool((np.diff(table) == 1).all())
+        return _Sequence(part, table, int(table[0]) * self.kv.block_size if run else -1)
+
+    def _slots(self, sequence: _Sequence) -> np.ndarray:
+        positions = np.arange(sequence.part.start, sequence.end)
+        blocks = sequence.table[positions // self.kv.block_size]
+        slots: np.ndarray = blocks * self.kv.block_size + positions % self.kv.block_size
+        return slots
 
     def _width(self, num_tokens: int) -> int:
         whole, rest = num_tokens // TILE * TILE, num_tokens % TILE
-        return whole + (next(w for w in self._last_widths if w >= rest) if rest else 0)
+        return whole + (next(w for w in self._rules.last_widths if w >= rest) if rest else 0)
 
-    def _keys(self, table: np.ndarray, first: int, num_keys: int) -> Keys:
+    def _keys(self, group: list[_Sequence], num_keys: int) -> Keys:
+        count, first = len(group), group[0].first
         if first >= 0:
-            return Keys(num_keys, first)
-        spare = -(-num_keys // self.kv.block_size) - len(table)
-        blocks = np.pad(table, (0, spare), constant_values=self.kv.spare_block)
-        return Keys(num_keys, blocks=torch.from_numpy(blocks).to(self._device))
+            return Keys(
+                count, num_keys, first, group[-1].first - group[-2].first if count > 1 else 0
+            )
+        num_blocks = -(-num_keys // self.kv.block_size)
+        blocks = np.full((count, num_blocks), self.kv.spare_block)
+        for row, sequence in zip(blocks, group, strict=True):
+            row[: len(sequence.table)] = sequence.table
+        return Keys(count, num_keys, blocks=torch.from_numpy(blocks.ravel()).to(self._device))
 
     def _plan(self, window: int | None) -> tuple[list[Tensor | None], list[list[Piece]]]:
         plan = self._built.get(window)
         if plan is None:
-            masks = [self._decode_mask(decodes, window) for decodes in self._decodes]
-            pieces = [self._pieces(part, window) for _row, part, _keys in self._prefills]
+            masks = [
+                self._decode_mask([s.end for s in group], keys.num_keys, window)
+                for group, keys in zip(self._groups, self._decode_keys, strict=True)
+            ]
+            pieces = [self._pieces(s.part, window) for s in self._prefills]
             plan = self._built[window] = masks, pieces
         return plan
 
-    def _decode_mask(self, decodes: _Decodes, window: int | None) -> Tensor | None:
-        num_keys = decodes.keys.num_keys
-        if window is None and all(end == num_keys for end in decodes.ends):
+    def _decode_mask(self, ends: list[int], num_keys: int, window: int | None) -> Tensor | None:
+        if window is None and all(end == num_keys for end in ends):
             return None
-        mask = torch.zeros(len(decodes.ends), 1, 1, num_keys, dtype=self._dtype)
-        for row, end in zip(mask, decodes.ends, strict=True):
+        mask = torch.zeros(len(ends), 1, 1, num_keys, dtype=self._dtype)
+        for row, end in zip(mask, ends, strict=True):
             row[..., end:] = _NEVER
             if window is not None and end > window:
                 row[..., : end - window] = _NEVER
@@ -225,27 +280,30 @@ def _prefill(
     return result[0, :, :num].transpose(0, 1)
 
 
-def _join(decodes: _Decodes, end: int, keys: Keys) -> bool:
-    """Add a sequence to the last group if one strided view can hold both."""
-    group = decodes.keys
-    apart = keys.first - group.first - (group.count - 1) * group.apart
-    if (
-        keys.blocks is not None
-        or group.blocks is not None
-        or (group.count > 1 and apart != group.apart)
-        or abs(keys.num_keys - group.num_keys) > TILE
-    ):
+def _spread(rows: Tensor) -> Tensor:
+    """Query rows [count, kv heads, rows, size] for folded keys: each row's values in its own KV
+    head's columns, zeros elsewhere: [count, 1, kv heads * rows, kv heads * size]."""
+    count, heads, num, size = rows.shape
+    spread = rows.new_zeros(count, heads, num, heads, size)
+    spread.diagonal(0, 1, 3).copy_(rows.permute(0, 2, 3, 1))
+    return spread.view(count, 1, heads * num, heads * size)
+
+
+def _place(sequence: _Sequence) -> tuple[bool, bool, int]:
+    """Sort key of the parts of a step: decodes before prefills, views by place, gathers by end."""
+    gathered = sequence.first < 0
+    prefill = len(sequence.part.token_ids) > 1
+    return prefill, gathered, sequence.end if gathered else sequence.first
+
+
+def _fits(group: list[_Sequence], sequence: _Sequence) -> bool:
+    """Whether one call can serve this sequence too: about as long, and as far off as the others."""
+    first, last = group[0], group[-1]
+    if abs(sequence.end - first.end) > TILE:
         return False
-    num_keys = max(keys.num_keys, group.num_keys)
-    decodes.keys = Keys(num_keys, group.first, apart, group.count + 1)
-    decodes.ends.append(end)
-    return True
-
-
-def _first_of_run(table: np.ndarray) -> int:
-    """The first block of a table whose blocks are consecutive, else -1."""
-    consecutive = table[-1] - table[0] == len(table) - 1 and bool((np.diff(table) == 1).all())
-    return int(table[0]) if consecutive else -1
+    if first.first < 0 or sequence.first < 0:
+        return first.first == sequence.first and (len(group) + 1) * sequence.end <= _MAX_GATHERED
+    return len(group) == 1 or sequence.first - last.first == last.first - group[-2].first
 
 
 def _up(number: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ where it is not, exact mode is off and says why.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from hashlib import sha256
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2CLS
 
-from foreword.engine.attention import ANY_WIDTH, Part
+from foreword.engine.attention import ANY_WIDTH, AttentionRules, Part
 from foreword.engine.kv import TILE, LayerShape, PagedKV
 from foreword.engine.model import LoadedModel
 
@@ -35,7 +35,7 @@ _ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS
 _TEST_BLOCK = 16  # tokens
 _TEST_CHUNKS = (33, 65, 193, 478, 1, 14)  # cuts at 33, 98, 291, 769 and 770
 _TEST_TOKENS = sum(_TEST_CHUNKS)
-_TEST_DECODES = (_TEST_TOKENS - 1, 512, 511, 150, 0, 16, 291, 700)
+_TEST_AGAIN = (_TEST_TOKENS - 1, 512, 511, 150)  # positions of tokens computed again alone
 
 Step = Callable[[PagedKV, Sequence[Part]], Tensor]
 
@@ -79,13 +79,13 @@ class ExactRules:
     """What keeps bits equal here. `tilings` by rows x columns of the weight, head apart."""
 
     tilings: dict[str, Tiling]
-    last_widths: tuple[int, ...]
+    attention: AttentionRules
 
     @property
     def fingerprint(self) -> str:
         """Differs where the bits may: in the row counts and widths that belong together."""
         counts = {shape: tiling.counts for shape, tiling in self.tilings.items()}
-        return sha256(json.dumps([counts, self.last_widths]).encode()).hexdigest()[:16]
+        return sha256(json.dumps([counts, astuple(self.attention)]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +213,16 @@ def _find_rules(model: LoadedModel, step: Callable[[ExactRules], Step]) -> Exact
     widths = set(ANY_WIDTH)
     for layer in set(model.layers):
         widths &= agreeing_widths(layer, heads, dtype, device)
-    rules = ExactRules(tilings, tuple(sorted(widths)))
-    cautious = replace(rules, last_widths=(TILE,))
-    failure = ""
-    for candidate in (rules, cautious):
-        failure = self_test(model, step(candidate))
+    last_widths, failure = tuple(sorted(widths)), ""
+    for attention in (
+        AttentionRules(last_widths, True),
+        AttentionRules(last_widths, False),
+        AttentionRules((TILE,), False),
+    ):
+        rules = ExactRules(tilings, attention)
+        failure = self_test(model, step(rules))
         if not failure:
-            return Exactness(True, "the self-test found every bit equal", candidate)
+            return Exactness(True, "the self-test found every bit equal", rules)
     return Exactness(False, f"the self-test found other bits {failure}")
 
 
@@ -286,53 +289,49 @@ def self_test(model: LoadedModel, step: Step) -> str:
 
     Returns where bits differ, or an empty string.
     """
-    num_blocks = -(-_TEST_TOKENS // _TEST_BLOCK)
-    total = 2 * num_blocks + len(_TEST_DECODES) + 8
-    kv = PagedKV(model.layers, total, _TEST_BLOCK, model.module.dtype, model.module.device)
+    num = -(-_TEST_TOKENS // _TEST_BLOCK)
+    kv = PagedKV(model.layers, 3 * num, _TEST_BLOCK, model.module.dtype, model.module.device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (_TEST_TOKENS,), generator=generator).tolist()
-    whole, spare = list(range(num_blocks)), list(range(2 * num_blocks, total))
-    expected = step(kv, [Part(whole, 0, ids, True)])
-
-    backwards = list(range(2 * num_blocks - 1, num_blocks - 1, -1))  # gathered, not viewed
+    viewed, gathered = list(range(num)), list(range(2 * num - 1, num - 1, -1))
+    expected = step(kv, [Part(viewed, 0, ids, True)])
     start, logits = 0, expected
-    for num in _TEST_CHUNKS:
-        logits = step(kv, [Part(backwards, start, ids[start : start + num], True)])
-        start += num
-    if not (torch.equal(logits, expected) and _same_kv(kv, whole, backwards, 0, _TEST_TOKENS)):
+    for size in _TEST_CHUNKS:
+        logits = step(kv, [Part(gathered, start, ids[start : start + size], True)])
+        start += size
+    if not (torch.equal(logits, expected) and _same_kv(kv, viewed, gathered)):
         return "in a prompt computed in chunks"
-    return _test_batches(kv, ids, spare, step)
 
-
-def _test_batches(kv: PagedKV, ids: list[int], spare: list[int], step: Step) -> str:
-    """Decode known tokens of the prompt in the pool's first blocks: alone, together, and beside
-    the prefill of another sequence."""
-    whole = list(range(-(-len(ids) // _TEST_BLOCK)))
-    decodes = []
-    for position, block in zip(_TEST_DECODES, spare, strict=False):
-        at, inside = divmod(position, _TEST_BLOCK)
-        if inside:
-            kv.copy(whole[at], block, inside)
-        decodes.append(Part([*whole[:at], block], position, ids[position : position + 1], True))
-    other = Part(spare[-7:], 0, ids[: 7 * _TEST_BLOCK - 3], True)
-    alone = torch.cat([step(kv, [part]) for part in decodes[:4]])
-    for count, beside in ((2, []), (5, []), (8, []), (1, [other]), (8, [other])):
-        together = step(kv, [*decodes[:count], *beside])
-        if not torch.equal(together[: min(count, 4)], alone[:count]):
-            return f"in a batch of {count}" + ", mixed with prefill" * bool(beside)
-    if not all(
-        _same_kv(kv, whole, part.block_ids, part.start, part.end) for part in (*decodes, other)
+    # Computing known tokens again must write the same keys and values over themselves.
+    decodes = [
+        Part(table, at, ids[at : at + 1], True)
+        for table in (viewed, gathered)
+        for at in _TEST_AGAIN
+    ]
+    other = list(range(2 * num, 3 * num))
+    prefill = [Part(other, 0, ids[:97], False), Part(other, 97, ids[97:], False)]
+    alone = {i: step(kv, [decodes[i]]) for i in (0, 1, 4, 5)}
+    if not torch.equal(alone[0], expected):
+        return "in one token computed alone"
+    for chosen, beside in (
+        ((0, 1), []),
+        ((0, 1, 4, 5, 6), []),
+        (range(8), []),
+        ((0,), prefill[:1]),
+        (range(8), prefill[1:]),
     ):
+        together = step(kv, [*(decodes[i] for i in chosen), *beside])
+        for row, i in zip(together, chosen, strict=True):
+            if not torch.equal(row, alone.setdefault(i, row[None])[0]):
+                return f"in a batch of {len(chosen)}" + ", mixed with prefill" * bool(beside)
+    if not (_same_kv(kv, viewed, gathered) and _same_kv(kv, viewed, other)):
         return "in the keys and values of a batch"
     return ""
 
 
-def _same_kv(kv: PagedKV, left: Sequence[int], right: Sequence[int], start: int, stop: int) -> bool:
-    size = kv.block_size
+def _same_kv(kv: PagedKV, left: list[int], right: list[int]) -> bool:
+    def blocks(pool: Tensor, table: list[int]) -> Tensor:
+        by_block = pool.view(-1, kv.block_size, *pool.shape[1:])
+        return by_block[torch.tensor(table, device=pool.device)]
 
-    def slots(table: Sequence[int]) -> Tensor:
-        numbers = [table[i // size] * size + i % size for i in range(start, stop)]
-        return torch.tensor(numbers, device=kv.keys[0].device)
-
-    one, two = slots(left), slots(right)
-    return all(torch.equal(pool[one], pool[two]) for pool in (*kv.keys, *kv.values))
+    return all(torch.equal(blocks(p, left), blocks(p, right)) for p in (*kv.keys, *kv.values))
