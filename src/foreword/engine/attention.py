@@ -24,7 +24,7 @@ IMPLEMENTATION = "foreword_paged"
 ANY_WIDTH = tuple(range(16, TILE + 1, 16))
 _ROWS = 4  # with fewer query rows in a block the kernels take another path
 _MAX_FOLDED = 512  # elements; larger heads fill the kernels by themselves
-_MAX_GATHERED = 65536  # tokens that are gathered for one call
+_MAX_GATHERED = 16384  # tokens that are gathered for one call
 _NEVER = float("-inf")
 
 

@@ -124,15 +124,18 @@ class RowExactLayers:
     def _linear(self, layer: nn.Linear, shape: str, rows: Tensor) -> Tensor:
         if self.rules is None:
             return functional.linear(rows, layer.weight, layer.bias)
-        flat = rows.reshape(-1, rows.shape[-1])
-        plan = self.rules.tilings[shape].plan(len(flat))
-        return in_tiles(flat, layer, plan).view(*rows.shape[:-1], layer.out_features)
+        num_rows = rows.numel() // layer.in_features
+        plan = self.rules.tilings[shape].plan(num_rows)
+        if plan == (num_rows,):
+            return functional.linear(rows, layer.weight, layer.bias)
+        flat = in_tiles(rows.reshape(num_rows, -1), layer, plan)
+        return flat.view(*rows.shape[:-1], layer.out_features)
 
 
-def in_tiles(rows: Tensor, layer: nn.Linear, plan: Sequence[int]) -> Tensor:
+def in_tiles(rows: Tensor, layer: nn.Linear, plan: tuple[int, ...]) -> Tensor:
     """The linear layer over rows [rows, in], computed in calls of `plan` rows each."""
     num = len(rows)
-    if len(plan) == 1 and plan[0] == num:
+    if plan == (num,):
         return functional.linear(rows, layer.weight, layer.bias)
     out = rows.new_empty(sum(plan), layer.out_features)
     weight, start = layer.weight.t(), 0
