@@ -122,6 +122,12 @@ def test_an_ordinary_runner_beside_an_exact_one(case: Exact) -> None:
     case.assert_same_kv(case.table(1))
 
 
+def test_a_chunk_that_wants_no_logits(case: Exact) -> None:
+    part = Part(case.table(1), 0, case.ids[:100], False)
+    assert case.runner.step([part]).shape == (0, VOCAB_SIZE)
+    case.assert_same_kv(case.table(1), 0, 100)
+
+
 def test_numerics_name_the_rules(case: Exact) -> None:
     rules = exact.find_rules(case.runner.model, lambda _rules: pytest.fail("remembered")).rules
     assert rules is not None

@@ -128,7 +128,7 @@ class RowExactLayers:
         plan = self.rules.tilings[shape].plan(num_rows)
         if plan == (num_rows,):
             return functional.linear(rows, layer.weight, layer.bias)
-        flat = in_tiles(rows.reshape(num_rows, -1), layer, plan)
+        flat = in_tiles(rows.reshape(-1, layer.in_features), layer, plan)
         return flat.view(*rows.shape[:-1], layer.out_features)
 
 
