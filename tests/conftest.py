@@ -8,6 +8,8 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
+import foreword.engine  # noqa: F401 - says how OpenMP waits, before any test imports torch
+
 SLOW_MACHINE = [HealthCheck.too_slow]
 
 settings.register_profile("dev", max_examples=50, deadline=None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+import foreword.engine  # noqa: F401 - says how OpenMP waits, before any command imports torch
 from foreword import __version__
 from foreword.cli.failure import EXIT_CODES, Failure
 
