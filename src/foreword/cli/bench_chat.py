@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from foreword.cli.measure import Answer, add_model_arguments, ask, engine_settings, forced
-from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+from foreword.core.request import Output
+from foreword.engine.engine import BLOCK_SIZE, Stream, TorchEngine
+from foreword.engine.model import load_model
 from foreword.engine.runner import Part
+from foreword.engine.scheduler import Step
 
 WORDS = [
     *("ocean", "river", "mountain", "system", "engine", "memory", "block", "cache", "token"),
@@ -55,7 +58,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
     longest = args.system + args.turns * (args.user + args.reply) + 2000
-    sizes = {"max_model_len": args.max_model_len, "kv_bytes": longest * 100_000}
+    block_bytes = load_model(args.model, dtype=args.dtype).block_bytes(BLOCK_SIZE)
+    sizes = {
+        "max_model_len": args.max_model_len,
+        "kv_bytes": -(-longest // BLOCK_SIZE) * block_bytes,
+    }
     on = TorchEngine.load(engine_settings(args, **sizes))
     off = TorchEngine.load(engine_settings(args, prefix_caching=False, **sizes))
     on.start()
@@ -95,7 +102,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             "median": statistics.median(later_s),
             "max_over_median": max(later_s) / statistics.median(later_s),
         },
-        "open_chats": await _open_chats(args),
+        "open_chats": await _open_chats(args, block_bytes),
     }
 
 
@@ -137,52 +144,40 @@ async def _chat(engine: TorchEngine, args: argparse.Namespace) -> dict[str, Any]
     return out
 
 
-async def _open_chats(args: argparse.Namespace) -> dict[str, Any]:
+class WatchedEngine(TorchEngine):
+    """Remembers the largest batch it ran, and the most blocks that were leased at once."""
+
+    most_running = most_leased = 0
+
+    def _step(self, step: Step) -> list[tuple[Stream, Output]]:
+        self.most_running = max(self.most_running, len(self.scheduler.running))
+        self.most_leased = max(self.most_leased, self.cache.pool.num_leased)
+        return super()._step(step)
+
+
+async def _open_chats(args: argparse.Namespace, block_bytes: int) -> dict[str, Any]:
     """Many chats over one system prompt, all running: how many blocks, and how many at once, in an
-    empty cache and in one that is full of other prompts."""
-    engine = TorchEngine.load(engine_settings(args, max_num_seqs=args.chats))
+    empty cache and then in one that is full of other prompts."""
     shared = args.system // BLOCK_SIZE
-    own = 8
-    num_blocks = shared + own * args.chats
-    settings = engine_settings(
-        args,
-        max_num_seqs=args.chats,
-        kv_bytes=num_blocks * engine.model.block_bytes(BLOCK_SIZE),
-    )
+    num_blocks = shared + 8 * args.chats
+    settings = engine_settings(args, max_num_seqs=args.chats, kv_bytes=num_blocks * block_bytes)
+    engine = WatchedEngine.load(settings)
+    engine.start()
+    longest = (engine.card.max_model_len // BLOCK_SIZE - 1) * BLOCK_SIZE
+    system = random.Random(1).choices(range(100, 400), k=shared * BLOCK_SIZE)
     result: dict[str, Any] = {}
-    for filled in (False, True):
-        engine = TorchEngine.load(settings)
-        engine.start()
-        system = random.Random(1).choices(range(100, 400), k=shared * BLOCK_SIZE)
-        if filled:
-            limit = (engine.card.max_model_len // BLOCK_SIZE - 1) * BLOCK_SIZE
-            other = 0
-            while engine.cache.pool.num_blank:
-                size = min(limit, engine.cache.pool.num_blank * BLOCK_SIZE)
-                prompt = random.Random(100 + other).choices(range(100, 400), k=size)
-                await ask(engine, prompt, forced(engine, 1))
-                other += 1
+    for name in ("empty_cache", "full_cache"):
+        engine.most_running = engine.most_leased = 0
         await ask(engine, system, forced(engine, 1))
-        most = {"running": 0, "leased": 0}
-        compute = engine.runner.step
-
-        def watch(
-            parts: Any,
-            engine: TorchEngine = engine,
-            compute: Any = compute,
-            most: dict[str, int] = most,
-        ) -> Any:
-            most["running"] = max(most["running"], len(engine.scheduler.running))
-            most["leased"] = max(most["leased"], engine.cache.pool.num_leased)
-            return compute(parts)
-
-        engine.runner.step = watch  # type: ignore[method-assign]
-        tails = [random.Random(200 + i).choices(range(100, 400), k=20) for i in range(args.chats)]
+        tails = [
+            random.Random(f"{name} {i}").choices(range(100, 400), k=20) for i in range(args.chats)
+        ]
         await asyncio.gather(*(ask(engine, [*system, *tail], forced(engine, 4)) for tail in tails))
-        name = "full_cache" if filled else "empty_cache"
-        result[name] = {"running": most["running"], "leased_blocks": most["leased"]}
-        await engine.stop(1.0)
-    block_bytes = engine.model.block_bytes(BLOCK_SIZE)
+        result[name] = {"running": engine.most_running, "leased_blocks": engine.most_leased}
+        while blank := engine.cache.pool.num_blank:
+            other = random.Random(blank).choices(range(100, 400), k=blank * BLOCK_SIZE)
+            await ask(engine, other[:longest], forced(engine, 1))
+    await engine.stop(1.0)
     return {
         **result,
         "shared_blocks": shared,

@@ -13,10 +13,11 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 START_S = 180.0
 
@@ -37,19 +38,21 @@ def server(*flags: str) -> Iterator[tuple[int, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "foreword.cli.main", "serve", "--port", str(port), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        yield port, _wait_until_ready(process, port)
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would fill and block it
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            yield port, _wait_until_ready(process, port, log)
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int) -> str:
+def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> str:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended: {process.communicate()[1].decode()[-2000:]}")
+            log.seek(0)
+            raise RuntimeError(f"the server ended: {log.read().decode()[-2000:]}")
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             connection.request("GET", "/v1/models")

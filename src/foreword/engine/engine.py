@@ -84,8 +84,11 @@ class TorchEngine:
             settings.max_prefill_tokens,
         )
         self.stats = Stats()
+        # What clients are told is what fits: a request never needs more than the whole pool.
         self._card = ModelCard(
-            settings.served_name or model.name, model.max_model_len, model.vocab_size
+            settings.served_name or model.name,
+            min(model.max_model_len, num_blocks * BLOCK_SIZE),
+            model.vocab_size,
         )
         self._streams: dict[Sequence, Stream] = {}
         self._wake = threading.Condition()
@@ -98,7 +101,7 @@ class TorchEngine:
     @classmethod
     def load(cls, settings: EngineSettings) -> Self:
         """Load the model and reserve the KV memory. Raises what `load_model` raises, and
-        ValueError when the memory holds less than one block per sequence position."""
+        ValueError when the memory holds fewer than two blocks."""
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         model = load_model(
@@ -193,7 +196,7 @@ class TorchEngine:
             raise RequestError(
                 f"Token ids must lie from 0 to {self.card.vocab_size - 1}.", "prompt"
             )
-        limit = min(self.card.max_model_len, self.cache.pool.num_blocks * BLOCK_SIZE)
+        limit = self.card.max_model_len
         if total > limit:
             raise RequestError(
                 f"The prompt has {len(request.prompt)} tokens and max_tokens is "
@@ -268,11 +271,9 @@ class TorchEngine:
             self.runner.copy(copy.source, copy.target, copy.num_tokens)
             self.cache.filled(sequence.lease, copy.num_tokens)
         logits = self.runner.step([_part(sequence, num) for sequence, num in step.work])
-        self.stats.add_step(
-            sum(num for sequence, num in step.work if not sequence.is_decoding),
-            sum(sequence.is_decoding for sequence, _num in step.work),
-            time.perf_counter() - begin_s,
-        )
+        num_prefilled = sum(num for sequence, num in step.work if not sequence.is_decoding)
+        num_decoding = sum(sequence.is_decoding for sequence, _num in step.work)
+        self.stats.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
         ready = [s for s, num in step.work if self.scheduler.settle(s, num)]
         outputs = [
             (self._streams[sequence], self._sample(sequence, row))

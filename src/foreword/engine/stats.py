@@ -1,4 +1,4 @@
-"""Counts of what the engine did, and the measured price of prefill."""
+"""How much the engine prefilled, and the measured price of it."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,13 @@ class Stats:
     """Since start. Tokens are counted when computed; reused ones never are."""
 
     num_prefilled_tokens: int = 0
-    num_decoded_tokens: int = 0
-    num_steps: int = 0
     _prefill_step_s: float = 0.0
     _prefill_step_tokens: int = 0
 
-    def add_step(self, num_prefilled: int, num_decoded: int, seconds: float) -> None:
-        self.num_steps += 1
+    def add_step(self, num_prefilled: int, num_decoding: int, seconds: float) -> None:
+        """One step: prompt tokens computed, sequences that decoded beside them, seconds in all."""
         self.num_prefilled_tokens += num_prefilled
-        self.num_decoded_tokens += num_decoded
-        if num_prefilled >= 32 and not num_decoded:
+        if num_prefilled >= 32 and not num_decoding:
             self._prefill_step_s += seconds
             self._prefill_step_tokens += num_prefilled
 
