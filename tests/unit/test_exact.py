@@ -149,13 +149,13 @@ def test_a_self_test_that_fails_turns_it_off(
 def test_the_self_test_sees_rows_that_depend_on_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = functional.linear
+    tiles = exact.in_tiles
 
-    def depends(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        out = linear(rows, weight, bias)
-        return out * 1.01 if rows.shape[-2] == 5 else out
+    def depends(rows: torch.Tensor, layer: nn.Linear, plan: tuple[int, ...]) -> torch.Tensor:
+        out = tiles(rows, layer, plan)
+        return out * 1.01 if len(rows) == 5 else out
 
-    monkeypatch.setattr(exact, "in_tiles", lambda rows, layer, _plan: depends(rows, layer.weight))
+    monkeypatch.setattr(exact, "in_tiles", depends)
     runner = Runner(load_model(str(make_tiny(tmp_path))), 4, BLOCK, exact=True)
     assert runner.exactness == (False, "the self-test found other bits in a batch of 5")
 

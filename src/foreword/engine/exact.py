@@ -22,6 +22,7 @@ from transformers.activations import ACT2CLS
 
 from foreword.engine.attention import ANY_WIDTH, AttentionRules, Part
 from foreword.engine.kv import TILE, LayerShape, PagedKV
+from foreword.engine.linear import PackedLinear
 from foreword.engine.model import LoadedModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
@@ -123,32 +124,20 @@ class RowExactLayers:
 
     def _linear(self, layer: nn.Linear, shape: str, rows: Tensor) -> Tensor:
         if self.rules is None:
-            return functional.linear(rows, layer.weight, layer.bias)
-        num_rows = rows.numel() // layer.in_features
-        plan = self.rules.tilings[shape].plan(num_rows)
-        if plan == (num_rows,):
-            return functional.linear(rows, layer.weight, layer.bias)
-        flat = in_tiles(rows.reshape(-1, layer.in_features), layer, plan)
+            return type(layer).forward(layer, rows)
+        flat = rows.reshape(-1, layer.in_features)
+        flat = in_tiles(flat, layer, self.rules.tilings[shape].plan(len(flat)))
         return flat.view(*rows.shape[:-1], layer.out_features)
 
 
 def in_tiles(rows: Tensor, layer: nn.Linear, plan: tuple[int, ...]) -> Tensor:
     """The linear layer over rows [rows, in], computed in calls of `plan` rows each."""
+    forward = partial(type(layer).forward, layer)  # not the instance's, which RowExactLayers set
     num = len(rows)
-    if plan == (num,):
-        return functional.linear(rows, layer.weight, layer.bias)
-    out = rows.new_empty(sum(plan), layer.out_features)
-    weight, start = layer.weight.t(), 0
-    for count in plan:
-        piece, target = rows[start : start + count], out[start : start + count]
-        if len(piece) < count:
-            piece = functional.pad(piece, (0, 0, 0, count - len(piece)))
-        if layer.bias is None:
-            torch.mm(piece, weight, out=target)
-        else:
-            torch.addmm(layer.bias, piece, weight, out=target)
-        start += count
-    return out[:num]
+    if sum(plan) == num and len(plan) < 2:  # the whole, or no rows at all
+        return forward(rows)
+    padded = functional.pad(rows, (0, 0, 0, sum(plan) - num))
+    return torch.cat([forward(piece) for piece in torch.split(padded, list(plan))])[:num]
 
 
 def in_whole_vectors(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -176,7 +165,7 @@ def linear_shapes(module: nn.Module) -> dict[str, list[nn.Linear]]:
     head = getattr(module, "get_output_embeddings", lambda: None)()
     shapes: dict[str, list[nn.Linear]] = {}
     for layer in module.modules():
-        if type(layer) is nn.Linear:
+        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, PackedLinear):
             name = f"{layer.out_features}x{layer.in_features}"
             name += "+bias" * (layer.bias is not None) + " head" * (layer is head)
             shapes.setdefault(name, []).append(layer)

@@ -27,6 +27,7 @@ from foreword.engine import gguf
 from foreword.engine.attention import IMPLEMENTATION
 from foreword.engine.files import digest_of
 from foreword.engine.kv import LayerShape, block_bytes, cache_argument
+from foreword.engine.linear import pack
 
 DEFAULT_MODEL = "smollm2"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -132,6 +133,7 @@ def load_model(
     if not getattr(tokenizer, "is_fast", False):
         raise ModelRefused(f"{folder} has no fast tokenizer (tokenizer.json)")
     module.to(device).eval().requires_grad_(False)
+    pack(module)
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,

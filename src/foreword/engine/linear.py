@@ -1,0 +1,41 @@
+"""Linear layers on the CPU with their weights laid out once as oneDNN's kernels read them.
+
+PyTorch keeps a weight as rows and columns, and oneDNN lays it out again, or takes a kernel that can
+read it so, in every call. Laid out beforehand, a few rows take a quarter less time.
+"""
+
+import torch
+from torch import Tensor, nn
+
+_ROWS = 32  # that the layout is made for; for one row oneDNN takes another layout, slower for few
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose `weight` is in oneDNN's layout: no element of it can be read."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        # No parameter, since modules copy and compare those.
+        self.__dict__["weight"] = torch.ops.mkldnn._reorder_linear_weight(layer.weight, _ROWS)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self.weight, self.bias, "none", [], ""
+        )
+        return result
+
+
+def pack(module: nn.Module) -> None:
+    """Replace the model's linear layers where oneDNN serves its device and dtype. Each weight is
+    freed when its packed copy is made, except one that the embedding shares."""
+    weight = next(module.parameters())
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    for parent in list(module.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is nn.Linear:
+                setattr(parent, name, PackedLinear(layer))

@@ -1,0 +1,52 @@
+"""Packed linear layers: the same function, in another layout."""
+
+import pytest
+import torch
+from torch import nn
+
+from foreword.engine.linear import PackedLinear, pack
+
+PACKS = torch.backends.mkldnn.is_available()
+
+
+@pytest.mark.skipif(not PACKS, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packing_changes_the_layout_and_not_the_layer(dtype: torch.dtype, bias: bool) -> None:
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this processor")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 40, bias=bias), nn.Sequential(nn.Linear(40, 7)), nn.ReLU())
+    model.to(dtype).requires_grad_(False)
+    rows = torch.randn(2, 9, 96, dtype=dtype)
+    expected = model(rows)
+    pack(model)
+    layer = model[0]
+    assert isinstance(layer, PackedLinear)
+    assert isinstance(model[1][0], PackedLinear)
+    assert (layer.in_features, layer.out_features) == (96, 40)
+    torch.testing.assert_close(model(rows), expected)
+    assert model(rows[:, :0]).shape == (2, 0, 7)
+
+
+def test_a_tied_embedding_keeps_its_rows() -> None:
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(12, 32), "head": nn.Linear(32, 12, bias=False)}
+    )
+    model.requires_grad_(False)
+    embedding, head = model["embedding"], model["head"]
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
+    head.weight = embedding.weight
+    before = embedding.weight.clone()
+    rows = torch.randn(3, 32)
+    expected = head(rows)
+    pack(model)
+    assert torch.equal(embedding.weight, before)
+    torch.testing.assert_close(model["head"](rows), expected)
+
+
+def test_another_device_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, device="meta"))
+    pack(model)
+    assert type(model[0]) is nn.Linear
