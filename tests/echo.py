@@ -79,6 +79,7 @@ def _sample(request: Request, index: int, num_cached: int) -> list[Output]:
     whole = ""
     for at, token_id in enumerate(ids):
         last = at == len(ids) - 1
+        offset = len(whole)
         text = decoder.decode(bytes([token_id]), final=last)
         whole += text
         met = next((stop for stop in params.stop if stop in whole), None)
@@ -89,7 +90,7 @@ def _sample(request: Request, index: int, num_cached: int) -> list[Output]:
                 index,
                 (token_id,),
                 "" if met else text,
-                _logprobs(params, token_id),
+                _logprobs(params, token_id, offset),
                 reason if last or met else None,
                 num_cached,
             )
@@ -99,8 +100,8 @@ def _sample(request: Request, index: int, num_cached: int) -> list[Output]:
     return outputs
 
 
-def _logprobs(params: SamplingParams, token_id: int) -> tuple[TokenLogprob, ...]:
+def _logprobs(params: SamplingParams, token_id: int, offset: int) -> tuple[TokenLogprob, ...]:
     if params.logprobs is None:
         return ()
     top = tuple(((token_id + i) % VOCAB_SIZE, -0.5 - i) for i in range(params.logprobs))
-    return (TokenLogprob(token_id, -0.5, top),)
+    return (TokenLogprob(token_id, -0.5, top, offset),)

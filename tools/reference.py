@@ -37,7 +37,8 @@ def _row(action: argparse.Action) -> str:
         value = "{" + ",".join(map(str, action.choices)) + "}"
     names = ", ".join(action.option_strings)
     left = f"`{names} {value}".strip() + "`"
-    default = "" if action.default in (None, False, argparse.SUPPRESS) else f"`{action.default}`"
+    shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False
+    default = f"`{action.default}`" if shown else ""
     meaning = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
     return f"| {left.replace('|', chr(92) + '|')} | {default} | {' '.join(meaning.split())} |"
 

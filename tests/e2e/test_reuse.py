@@ -5,11 +5,12 @@ import asyncio
 
 import pytest
 
-from foreword.cli.measure import ask
+from foreword.cli.measure import Answer, ask
 from foreword.cli.verify import compare
-from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.request import Request, SamplingParams
-from foreword.engine.engine import EngineSettings, TorchEngine
+from foreword.engine import engine as engine_module
+from foreword.engine.engine import BLOCK_SIZE, EngineSettings, TorchEngine
 from tiny import make_tiny
 
 
@@ -164,3 +165,95 @@ def test_a_stopped_engine_says_so(settings):
         await work(engine)
 
     asyncio.run(whole())
+
+
+def test_a_fault_ends_one_request_and_not_its_neighbours(settings, monkeypatch, caplog):
+    choose = engine_module.sample
+
+    def sample(logits, params, draw):
+        if params.top_k == 7:
+            raise ZeroDivisionError("a fault")
+        return choose(logits, params, draw)
+
+    monkeypatch.setattr(engine_module, "sample", sample)
+
+    async def work(engine):
+        good = SamplingParams(30, temperature=0.0, ignore_eos=True)
+        bad = SamplingParams(30, top_k=7, ignore_eos=True)
+        prompt = list(range(10, 60))
+        answers = await asyncio.gather(
+            ask(engine, prompt, good),
+            ask(engine, prompt[:20], bad),
+            ask(engine, prompt[:33], good),
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in answers] == [Answer, RequestFailed, Answer]
+        samples = Request("bad-n", tuple(prompt), bad, 3)
+        with pytest.raises(RequestFailed, match="bad-n"):
+            _ = [output async for output in engine.generate(samples)]
+        monkeypatch.setattr(engine_module, "Chain", None)
+        with pytest.raises(RequestFailed):
+            await ask(engine, prompt, good)
+        monkeypatch.undo()
+        assert len((await ask(engine, prompt, good)).token_ids) == 30
+
+    run(settings, work)
+    assert "a fault" in caplog.text
+
+
+def test_an_engine_that_fails_tells_everyone(settings, monkeypatch, caplog):
+    async def work(engine):
+        def step(parts):
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(engine.runner, "step", step)
+        asked = [
+            asyncio.create_task(ask(engine, [10 + i, 11, 12], SamplingParams(5))) for i in range(4)
+        ]
+        for done in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(done, EngineStopped)
+        with pytest.raises(EngineStopped, match="failed"):
+            await ask(engine, [10, 11], SamplingParams(1))
+
+    async def whole():
+        engine = TorchEngine.load(settings)
+        engine.start()
+        await work(engine)
+        await engine.stop(1.0)
+
+    asyncio.run(whole())
+    assert "the device is gone" in caplog.text
+
+
+def test_a_known_prompt_of_whole_blocks_is_computed_by_nobody_twice(settings):
+    """16 samples start together, though the prompt ends with a block: its last token is computed
+    by each, and none waits for another to do so."""
+
+    async def work(engine):
+        prompt = list(range(10, 10 + 4 * BLOCK_SIZE))
+        steps = []
+        schedule = engine.scheduler.schedule
+
+        def counted():
+            step = schedule()
+            steps.append(len(step.work))
+            return step
+
+        engine.scheduler.schedule = counted
+        await ask(engine, prompt, SamplingParams(1))
+        request = Request("many", tuple(prompt), SamplingParams(4, ignore_eos=True), 16)
+        outputs = [output async for output in engine.generate(request)]
+        assert len(outputs) == 64
+        assert max(steps) >= 15
+        assert sum(steps) <= 2 + 16 * 4
+
+    run(settings, work)
+
+
+def test_a_model_without_a_chat_template_says_so(settings):
+    async def work(engine):
+        engine.model.tokenizer.chat_template = None
+        with pytest.raises(RequestError, match="/v1/completions"):
+            engine.encode_chat([{"role": "user", "content": "Hello"}])
+
+    run(settings, work)

@@ -67,6 +67,17 @@ def test_a_known_prompt_computes_its_last_token_only():
     check_pool(cache, [lease])
 
 
+def test_a_known_prompt_that_ends_with_a_block_waits_for_nobody():
+    cache = KVCache(16, 4)
+    use(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    leases = []
+    for _ in range(4):
+        lease, copies = cache.admit(chain(1, 2, 3, 4, 5, 6, 7, 8))
+        assert [copy.num_tokens for copy in copies] == [3]
+        leases.append(lease)
+    check_pool(cache, leases)
+
+
 def test_the_longest_common_run_wins():
     cache = KVCache(16, 4)
     use(cache, [1, 2, 3, 3])

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from foreword.engine.attention import ANY_RULES, AttentionRules, Step
+from foreword.engine.kv import TILE, LayerShape, PagedKV
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.runner import Part, Runner
 from tiny import VOCAB_SIZE, make_tiny
@@ -108,3 +110,21 @@ def test_a_short_block_table_is_refused(
     model, token_ids, _logits, _tolerance = case
     with pytest.raises(AssertionError, match="too short"):
         Runner(model, 4, BLOCK, exact=False).step([Part([0], 0, token_ids[:17], True)])
+
+
+def test_decodes_of_unlike_lengths_at_the_end_of_the_pool() -> None:
+    """A batch reads as many keys for each as for the longest: past the pool's end for the last."""
+    layers = (LayerShape(1, 8, 8, None),)
+    for rules in (ANY_RULES, AttentionRules((TILE,), False), AttentionRules((192, TILE), False)):
+        ends = (705, 1217, 705)
+        sizes = [-(-end // BLOCK) for end in ends]
+        apart = max(sizes)
+        num_blocks = 2 * apart + sizes[2]
+        kv = PagedKV(layers, num_blocks, BLOCK, torch.float32, torch.device("cpu"))
+        parts = [
+            Part(range(i * apart, i * apart + size), end - 1, [1], True)
+            for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        step = Step(kv, parts, rules)
+        out = step.attend(0, torch.ones(1, 1, 3, 8), None)
+        assert torch.equal(out, torch.zeros(3, 1, 8))

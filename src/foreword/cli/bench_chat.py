@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from foreword.cli.measure import Answer, add_model_arguments, ask, engine_settings, forced
+from foreword.cli.settings import count
+from foreword.core.errors import RequestFailed
 from foreword.core.request import Output
 from foreword.engine.engine import BLOCK_SIZE, Stream, TorchEngine
 from foreword.engine.model import load_model
@@ -31,13 +33,13 @@ WORDS = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--max-model-len", type=int, default=16384)
-    parser.add_argument("--system", type=int, default=4000, help="tokens of the system prompt")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--user", type=int, default=100, help="tokens of a user message")
-    parser.add_argument("--reply", type=int, default=300, help="tokens of a reply")
-    parser.add_argument("--time-turns", type=int, default=5, help="turns timed without reuse")
-    parser.add_argument("--chats", type=int, default=100, help="open at once, one system prompt")
+    parser.add_argument("--max-model-len", type=count, default=16384)
+    parser.add_argument("--system", type=count, default=4000, help="tokens of the system prompt")
+    parser.add_argument("--turns", type=count, default=20)
+    parser.add_argument("--user", type=count, default=100, help="tokens of a user message")
+    parser.add_argument("--reply", type=count, default=300, help="tokens of a reply")
+    parser.add_argument("--time-turns", type=count, default=5, help="turns timed without reuse")
+    parser.add_argument("--chats", type=count, default=100, help="open at once, one system prompt")
 
 
 def words(engine: TorchEngine, seed: int, num_tokens: int) -> str:
@@ -87,7 +89,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     num_off = off.stats.num_prefilled_tokens - before
     await off.stop(1.0)
     await on.stop(1.0)
-    later_s = chat["ttft_s"][1:]
+    later_s = chat["ttft_s"][1:] or chat["ttft_s"]
     return {
         "prefilled_tokens": {"off": num_off, "on": chat["prefilled"]},
         "template_tokens": chat["template"],
@@ -149,7 +151,7 @@ class WatchedEngine(TorchEngine):
 
     most_running = most_leased = 0
 
-    def _step(self, step: Step) -> list[tuple[Stream, Output]]:
+    def _step(self, step: Step) -> list[tuple[Stream, Output | RequestFailed]]:
         self.most_running = max(self.most_running, len(self.scheduler.running))
         self.most_leased = max(self.most_leased, self.cache.pool.num_leased)
         return super()._step(step)

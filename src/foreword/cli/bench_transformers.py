@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from foreword.cli.measure import add_model_arguments
+from foreword.cli.settings import count
 from foreword.engine.engine import BLOCK_SIZE
 from foreword.engine.kv import cache_argument
 from foreword.engine.model import DTYPES, load_model
@@ -21,8 +22,8 @@ STEPS = 4  # decode steps of one measurement
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=3000, help="tokens")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--prompt", type=count, default=3000, help="tokens")
+    parser.add_argument("--pairs", type=count, default=5)
 
 
 class Ours:

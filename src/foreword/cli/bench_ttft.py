@@ -19,15 +19,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+from foreword.cli.settings import count
+
 START_S = 180.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, or a folder")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of the server")
-    parser.add_argument("--prefix", type=int, default=3000, help="tokens")
-    parser.add_argument("--tail", type=int, default=16, help="new tokens after the prefix")
-    parser.add_argument("--rounds", type=int, default=7, help="cold prefixes; each gets 2 warm")
+    parser.add_argument("--threads", type=count, default=2, help="torch threads of the server")
+    parser.add_argument("--prefix", type=count, default=3000, help="tokens")
+    parser.add_argument("--tail", type=count, default=16, help="new tokens after the prefix")
+    parser.add_argument("--rounds", type=count, default=7, help="cold prefixes; each gets 2 warm")
     parser.add_argument("--exact", choices=["auto", "off"], default="auto")
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from foreword.cli.settings import count
 from foreword.core.request import Request, SamplingParams, TokenLogprob
 from foreword.engine.engine import EngineSettings, TorchEngine
 
@@ -25,7 +26,7 @@ class Answer:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, or a folder")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--threads", type=count, default=2, help="torch threads")
 
 
 def engine_settings(args: argparse.Namespace, **changes: object) -> EngineSettings:

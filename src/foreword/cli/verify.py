@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from foreword.cli.measure import engine_settings
+from foreword.cli.settings import count
 from foreword.core.request import Output, Request, SamplingParams
 from foreword.engine.engine import BLOCK_SIZE, EngineSettings, TorchEngine
 from foreword.engine.model import DTYPES
@@ -23,10 +24,10 @@ from foreword.engine.sequence import Sequence
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", required=True, help="the one check so far")
     parser.add_argument("--model", default="smollm2", help="smollm2, or a folder")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--longest", type=int, default=900, help="tokens of the longest prompt")
-    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--threads", type=count, default=2, help="torch threads")
+    parser.add_argument("--prompts", type=count, default=50)
+    parser.add_argument("--longest", type=count, default=900, help="tokens of the longest prompt")
+    parser.add_argument("--new-tokens", type=count, default=20)
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -44,8 +45,8 @@ class RecordingEngine(TorchEngine):
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Per dtype: whether the engine claims exact mode and why, how many answers and logits
-    differed, the largest difference, and what was exercised. `ok`: no difference where exact mode
-    was claimed."""
+    differed, the largest difference, and what was exercised. `ok`: a dtype claims exact mode, and
+    none that does differed."""
     results = {}
     for dtype in DTYPES:
         args.dtype = dtype

@@ -46,6 +46,13 @@ class Chain:
         self.hashes: list[BlockHash] = []
         self.extend(token_ids)
 
+    def copy(self) -> "Chain":
+        """Another chain of the same tokens, without hashing them again."""
+        twin = Chain(self.root, self.block_size)
+        twin.token_ids, twin.key = self.token_ids.copy(), self.key.copy()
+        twin.hashes = self.hashes.copy()
+        return twin
+
     def __len__(self) -> int:
         return len(self.token_ids)
 

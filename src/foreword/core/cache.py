@@ -5,7 +5,7 @@ contiguous and ready is published, so that later requests start from it. `Copy` 
 the caller, who then reports them as filled.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
@@ -55,7 +55,7 @@ class Lease:
     end: Node | None
     copy: Copy | None = None
     leads: BlockHash | None = None  # the block that others wait for
-    released: bool = field(default=False)
+    released: bool = False
 
 
 class KVCache:
@@ -81,7 +81,7 @@ class KVCache:
         assert len(chain) > 0
         node, matched = self._match(chain)
         start = len(matched)
-        if start < len(chain.hashes) and chain.hashes[start] in self._leaders:
+        if start < len(chain.hashes) and self._awaited(node, chain.hashes[start]):
             return Refusal.PASSED_OVER
         self.pool.pin(matched)
         source = self._closest(node, chain, start) if self.reuse else None
@@ -257,6 +257,11 @@ class KVCache:
             leads = hashes[lease.num_published]
             if self._leaders.setdefault(leads, lease) is lease:
                 lease.leads = leads
+
+    def _awaited(self, node: Node, block_hash: BlockHash) -> bool:
+        """Whether a block below `node` is being computed and not known yet. A prompt that ends with
+        a known block leaves its last token to compute, so such a block may have a leader too."""
+        return block_hash in self._leaders and block_hash not in node.children
 
     def _follow(self, lease: Lease) -> None:
         if lease.leads is not None:

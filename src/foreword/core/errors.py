@@ -12,3 +12,7 @@ class RequestError(ValueError):
 
 class EngineStopped(RuntimeError):
     """The engine is draining or has failed; nothing was generated for this request."""
+
+
+class RequestFailed(RuntimeError):
+    """A fault of the engine that ended one request; others go on. The log says what it was."""

@@ -36,11 +36,13 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Natural-log probability of one token under the model (before temperature), with the most
-    likely alternatives as (token id, logprob), best first."""
+    likely alternatives as (token id, logprob), best first. `text_offset` is where the token starts
+    in its sample's text, in characters; parts of one character start where it does."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class Engine(Protocol):
     def card(self) -> ModelCard: ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands. Blocking: call it off the event loop."""
+        """Token ids of a text, after what the model's tokenizer starts every text with. Blocking:
+        call it off the event loop."""
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -89,5 +92,6 @@ class Engine(Protocol):
         """Outputs of all samples as they come; each sample's last one has a finish_reason.
 
         Closing the iterator cancels the request. Raises RequestError for a request that can
-        never fit, EngineStopped when the engine is draining or has failed."""
+        never fit, EngineStopped when the engine is draining or has failed, RequestFailed when
+        the engine goes on but this request cannot."""
         ...

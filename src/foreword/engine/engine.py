@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
-from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.identity import Identity
 from foreword.core.request import ModelCard, Output, Request, TokenLogprob
 from foreword.engine.model import LoadedModel, load_model
@@ -60,10 +60,13 @@ class Stream:
         self.request = request
         self.num_open = num_open
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Output | EngineStopped] = asyncio.Queue()
+        self.queue: asyncio.Queue[Output | EngineStopped | RequestFailed] = asyncio.Queue()
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.samples: list[Sequence] = []
+
+
+Letter = tuple[Stream, Output | EngineStopped | RequestFailed]
 
 
 class TorchEngine:
@@ -95,6 +98,8 @@ class TorchEngine:
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
         self._draining = False
         self._stopping = False
+        self._ended = False
+        self._refusal = "The server is shutting down."
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
 
@@ -150,10 +155,13 @@ class TorchEngine:
         await asyncio.to_thread(self._thread.join)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._token_ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Items[Mapping[str, Any]]) -> list[int]:
+        if self.model.tokenizer.chat_template is None:
+            raise RequestError(
+                "This model has no chat template: send a text to /v1/completions.", "messages"
+            )
         try:
             text = str(
                 self.model.tokenizer.apply_chat_template(
@@ -166,21 +174,25 @@ class TorchEngine:
             raise RequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
-        return self.encode(text)
+        return self._token_ids(text, add_special_tokens=False)  # the template wrote them
+
+    def _token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.model.tokenizer(text, add_special_tokens=add_special_tokens)[
+            "input_ids"
+        ]
+        return ids
 
     def decode(self, token_ids: Items[int]) -> str:
         return str(self.model.tokenizer.decode(list(token_ids)))
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         self._validate(request)
-        if self._draining:
-            raise EngineStopped("The server is shutting down.")
         stream = Stream(request, request.n)
         self._post(True, stream)
         try:
             while stream.num_open:
                 output = await stream.queue.get()
-                if isinstance(output, EngineStopped):
+                if isinstance(output, Exception):
                     raise output
                 stream.num_open -= output.finish_reason is not None
                 yield output
@@ -206,6 +218,8 @@ class TorchEngine:
 
     def _post(self, starts: bool, stream: Stream) -> None:
         with self._wake:
+            if starts and (self._draining or self._ended):
+                raise EngineStopped(self._refusal)
             self._inbox.append((starts, stream))
             self._wake.notify()
 
@@ -216,10 +230,15 @@ class TorchEngine:
                 step = self.scheduler.schedule()
                 if step.work:
                     self._deliver(self._step(step))
+        except Exception:
+            log.exception("the engine failed and serves no more")
+            self._refusal = "The engine failed and serves no more; its log says why."
         finally:
-            self._draining = True
+            with self._wake:  # from here on nothing is posted, so that nobody waits for ever
+                self._ended = True
+                posted = {stream for starts, stream in self._inbox if starts}
             self._idle.set()
-            for stream in set(self._streams.values()) | {s for starts, s in self._inbox if starts}:
+            for stream in set(self._streams.values()) | posted:
                 stopped = EngineStopped("The engine stopped before this request was done.")
                 _call(stream.loop, [(stream, stopped)])
 
@@ -233,10 +252,13 @@ class TorchEngine:
             letters = list(self._inbox)
             self._inbox.clear()
         for starts, stream in letters:
-            if starts:
-                self._begin(stream)
-            else:
+            if not starts:
                 self._forget([s for s in stream.samples if s in self._streams])
+                continue
+            try:
+                self._begin(stream)
+            except Exception:  # noqa: BLE001 - one request's fault, and logged
+                _call(stream.loop, [(stream, self._failed(stream))])
 
     def _begin(self, stream: Stream) -> None:
         request = stream.request
@@ -245,11 +267,12 @@ class TorchEngine:
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "big")
         tokenizer = self.model.tokenizer.backend_tokenizer
+        chain = Chain(root, BLOCK_SIZE, request.prompt)
         stream.samples = [
             Sequence(
                 request,
                 index,
-                Chain(root, BLOCK_SIZE, request.prompt),
+                chain.copy() if index else chain,
                 seed,
                 TextStream(tokenizer, request.sampling.stop),
             )
@@ -258,12 +281,21 @@ class TorchEngine:
         self._streams.update(dict.fromkeys(stream.samples, stream))
         self.scheduler.add(stream.samples)
 
+    def _failed(self, stream: Stream) -> RequestFailed:
+        """One request met a fault that need not end the others: log it and forget the request."""
+        request_id = json.dumps(stream.request.request_id)
+        log.exception("request %s failed", request_id)
+        self._forget([s for s in stream.samples if s in self._streams])
+        return RequestFailed(f"The server failed at request {request_id}; its log says why.")
+
     def _forget(self, sequences: Items[Sequence]) -> None:
+        if not sequences:
+            return
         self.scheduler.finish(sequences)
         for sequence in sequences:
             del self._streams[sequence]
 
-    def _step(self, step: Step) -> list[tuple[Stream, Output]]:
+    def _step(self, step: Step) -> list[tuple[Stream, Output | RequestFailed]]:
         """Run one step and tell the cache; returns what each stream gained."""
         begin_s = time.perf_counter()
         for sequence, copy in step.copies:
@@ -271,14 +303,22 @@ class TorchEngine:
             self.runner.copy(copy.source, copy.target, copy.num_tokens)
             self.cache.filled(sequence.lease, copy.num_tokens)
         logits = self.runner.step([_part(sequence, num) for sequence, num in step.work])
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
         num_prefilled = sum(num for sequence, num in step.work if not sequence.is_decoding)
         num_decoding = sum(sequence.is_decoding for sequence, _num in step.work)
         self.stats.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
         ready = [s for s, num in step.work if self.scheduler.settle(s, num)]
-        outputs = [
-            (self._streams[sequence], self._sample(sequence, row))
-            for sequence, row in zip(ready, logits, strict=True)
-        ]
+        outputs: list[tuple[Stream, Output | RequestFailed]] = []
+        for sequence, row in zip(ready, logits, strict=True):
+            stream = self._streams.get(sequence)
+            if stream is None:
+                continue  # another sample of its request failed just now
+            try:
+                outputs.append((stream, self._sample(sequence, row)))
+            except Exception:  # noqa: BLE001 - as in _receive
+                outputs.append((stream, self._failed(stream)))
+        ready = [sequence for sequence in ready if sequence in self._streams]
         for sequence in ready:
             self.scheduler.start_siblings(sequence)
         self._forget([sequence for sequence in ready if sequence.finish_reason is not None])
@@ -289,6 +329,7 @@ class TorchEngine:
         draw = uniform(sequence.seed, sequence.index, len(sequence.chain))
         token_id = sample(logits, params, draw)
         sequence.chain.extend((token_id,))
+        offset = sequence.text.num_characters
         stops = token_id in self.model.eos_token_ids and not params.ignore_eos
         text, met = ("", False) if stops else sequence.text.push(token_id)
         if stops or met:
@@ -299,7 +340,7 @@ class TorchEngine:
             text += sequence.text.flush()
         logprobs: tuple[TokenLogprob, ...] = ()
         if params.logprobs is not None:
-            logprobs = (token_logprob(logits, token_id, params.logprobs),)
+            logprobs = (token_logprob(logits, token_id, params.logprobs, offset),)
         return Output(
             sequence.index,
             (token_id,),
@@ -309,11 +350,11 @@ class TorchEngine:
             sequence.num_cached_tokens or 0,
         )
 
-    def _deliver(self, outputs: list[tuple[Stream, Output]]) -> None:
-        """One wake per event loop and step, and a line in the log per finished request."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Output | EngineStopped]]] = {}
+    def _deliver(self, outputs: Items[tuple[Stream, Output | RequestFailed]]) -> None:
+        """One wake per event loop and step, and a line in the log for each first token."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
         for stream, output in outputs:
-            if stream.first_token_s is None:
+            if stream.first_token_s is None and isinstance(output, Output):
                 stream.first_token_s = time.monotonic()
                 self._log_first_token(stream, output)
             by_loop.setdefault(stream.loop, []).append((stream, output))
@@ -343,9 +384,7 @@ def _part(sequence: Sequence, num_tokens: int) -> Part:
     return Part(lease.block_ids, start, token_ids, stop == len(sequence.chain))
 
 
-def _call(
-    loop: asyncio.AbstractEventLoop, letters: Items[tuple[Stream, Output | EngineStopped]]
-) -> None:
+def _call(loop: asyncio.AbstractEventLoop, letters: Items[Letter]) -> None:
     def put() -> None:
         for stream, output in letters:
             stream.queue.put_nowait(output)

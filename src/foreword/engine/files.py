@@ -1,6 +1,7 @@
 """Where this machine keeps what is made once: converted models and digests of large files."""
 
 import os
+import re
 import tempfile
 from contextlib import suppress
 from hashlib import file_digest, sha256
@@ -22,7 +23,9 @@ def digest_of(path: Path) -> str:
     key = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
     memo = cache_folder() / "digests" / sha256(key.encode()).hexdigest()
     with suppress(OSError):
-        return memo.read_text()
+        known = memo.read_text()
+        if re.fullmatch("[0-9a-f]{64}", known):  # a power cut may have left it empty
+            return known
     with path.open("rb") as file:
         digest = file_digest(file, "sha256").hexdigest()
     with suppress(OSError):  # a folder that cannot be written costs a second reading, no more
@@ -36,4 +39,6 @@ def write_whole(path: Path, text: str) -> None:
     descriptor, part = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     Path(part).replace(path)

@@ -75,10 +75,7 @@ def _convert(source: Path, folder: Path) -> None:
             for name, weight in module.state_dict().items()
             if name != tied
         }
-        path = folder / "model.safetensors"
-        save_file(weights, path, metadata={"format": "pt"})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # after a power cut, a renamed folder must be a whole one
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         # The library refuses to save a model that came from GGUF, so its config is written here.
         config = module.config.to_dict()
         config.pop("quantization_config", None)
@@ -88,4 +85,8 @@ def _convert(source: Path, folder: Path) -> None:
             "_name_or_path": source.stem,
         }
         (folder / "config.json").write_text(json.dumps(config, default=str, indent=1))
+        for path in (*folder.iterdir(), folder):  # after a power cut, the folder must be whole
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
         progress.update()

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-# Attention reads keys in tiles of this many tokens and may read past a sequence's end (masked),
-# so the pool has as many slots after its last block. They stay zero.
+# Attention reads keys in tiles of this many tokens and may read past a sequence's end (masked).
 TILE = 512
+# Slots after the last block, which stay zero. A batch of decodes reads for each as many keys as for
+# the longest, which may end a tile later than the first and it two tiles later than the shortest;
+# then the width is rounded up.
+_GUARD = 3 * TILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class PagedKV:
         self.block_size = block_size
         self.layers = tuple(layers)
         self.spare_block = num_blocks  # stays zero; pads gathered block tables
-        slots = (num_blocks + -(-TILE // block_size) + 1) * block_size
+        slots = (num_blocks + -(-_GUARD // block_size) + 1) * block_size
 
         def pool(num_heads: int, size: int) -> Tensor:
             return torch.zeros(slots, num_heads, size, dtype=dtype, device=device)

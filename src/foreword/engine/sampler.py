@@ -58,11 +58,13 @@ def _pick(probabilities: torch.Tensor, draw: float) -> int:
     return min(int(place), cumulative.numel() - 1)
 
 
-def token_logprob(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
+def token_logprob(
+    logits: torch.Tensor, token_id: int, num_top: int, text_offset: int = 0
+) -> TokenLogprob:
     """Log-probabilities under the model, before temperature and bias. `logits` is [vocab]."""
     logprobs = logits.log_softmax(-1)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:
         values, ids = logprobs.topk(num_top)
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token_id, float(logprobs[token_id]), top)
+    return TokenLogprob(token_id, float(logprobs[token_id]), top, text_offset)

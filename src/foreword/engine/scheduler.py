@@ -46,7 +46,8 @@ class Scheduler:
         self.waiting.append(samples[0])
 
     def schedule(self) -> Step:
-        """The next step. Empty only when nothing waits or runs."""
+        """The next step. Empty when nothing waits or runs, or when the only one that ran was
+        preempted and waits for its turn again."""
         step = Step()
         num_preemptions = self.num_preemptions
         decoding = [sequence for sequence in self.running if sequence.is_decoding]

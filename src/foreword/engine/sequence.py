@@ -49,13 +49,13 @@ class TextStream:
         self._stop = stop
         self._held = ""
         self._token_ids: list[int] = []
-        self._num_characters = 0
+        self._num_characters = 0  # of the pieces of `_token_ids`
+        self.num_characters = 0  # of all text so far, sent or held back
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text that may be sent now, and whether a stop string was met (it is left out)."""
-        self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
-        self._num_characters += len(piece)
+        piece = self._piece(token_id)
+        self.num_characters += len(piece)
         self._held += piece
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:
@@ -68,8 +68,26 @@ class TextStream:
 
     def flush(self) -> str:
         """The rest, at the end: no stop string came, and incomplete characters stay incomplete."""
+        return self._held + self._incomplete()
+
+    def _piece(self, token_id: int) -> str:
+        before = ""
+        try:
+            piece = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001
+            # The library has no narrower error for what it refuses: a token after which the text
+            # of the tokens before it would read differently, as with stray bytes of a character.
+            before = self._incomplete()
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._token_ids, self._num_characters = [], 0
+            piece = self._stream.step(self._tokenizer, token_id) or ""
+        self._token_ids.append(token_id)
+        self._num_characters += len(piece)
+        return before + piece
+
+    def _incomplete(self) -> str:
         whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-        return self._held + whole[self._num_characters :]
+        return whole[self._num_characters :]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from foreword.core.request import FinishReason, Output, TokenLogprob
@@ -17,30 +16,9 @@ Decode = Callable[[tuple[int, ...]], str]
 
 
 @dataclass(slots=True)
-class Offsets:
-    """Where each token of a sample starts in its text, in characters. Tokens that are parts of one
-    character all start where it does."""
-
-    decode: Decode
-    at: int = 0
-    _part: list[int] = field(default_factory=list)
-
-    def advance(self, token_id: int) -> int:
-        """The token's offset; moves to the next one's."""
-        offset = self.at
-        self._part.append(token_id)
-        text = self.decode(tuple(self._part))
-        if not text.endswith(INCOMPLETE) or len(self._part) == 4:  # UTF-8 has no longer ones
-            self.at += len(text)
-            self._part.clear()
-        return offset
-
-
-@dataclass(slots=True)
 class Sample:
     """What has come of one sample."""
 
-    offsets: Offsets
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # in the shape of its kind
     finish_reason: FinishReason | None = None
@@ -54,7 +32,7 @@ class Answer:
         self._is_chat = call.kind == "chat"
         self._decode = decode
         self._created = int(time.time())
-        self._samples: defaultdict[int, Sample] = defaultdict(partial(_sample, decode))
+        self._samples: defaultdict[int, Sample] = defaultdict(Sample)
         self._num_completion = 0
         self._num_cached: int | None = None
 
@@ -69,7 +47,7 @@ class Answer:
         sample.finish_reason = output.finish_reason
         if self._call.request.sampling.logprobs is None:
             return None
-        shape = self._chat_logprob if self._is_chat else partial(self._text_logprob, sample)
+        shape = self._chat_logprob if self._is_chat else self._text_logprob
         new = [shape(logprob) for logprob in output.logprobs]
         sample.logprobs += new
         return self._logprobs(new)
@@ -143,7 +121,7 @@ class Answer:
         octets = None if INCOMPLETE in text else list(text.encode())
         return {"token": text, "bytes": octets, "logprob": max(logprob, LOGPROB_MIN)}
 
-    def _text_logprob(self, sample: Sample, logprob: TokenLogprob) -> dict[str, Any]:
+    def _text_logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
         token = self._decode((logprob.token_id,))
         top: dict[str, float] = {}
         for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
@@ -152,9 +130,5 @@ class Answer:
             "tokens": token,
             "token_logprobs": max(logprob.logprob, LOGPROB_MIN),
             "top_logprobs": top,
-            "text_offset": sample.offsets.advance(logprob.token_id),
+            "text_offset": logprob.text_offset,
         }
-
-
-def _sample(decode: Decode) -> Sample:
-    return Sample(Offsets(decode))

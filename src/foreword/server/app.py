@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from foreword.core import request as core
-from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.server.answer import Answer
 from foreword.server.errors import ApiError, error_body
 from foreword.server.openai import Kind, check_model, parse
@@ -105,6 +105,8 @@ async def _on_error(_request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nginx's word for it; nobody reads it
     if isinstance(error, EngineStopped):
         return JSONResponse(error_body(error), 503)
+    if isinstance(error, RequestFailed):
+        return JSONResponse(error_body(error), 500)
     return JSONResponse(error_body(error), error.status if isinstance(error, ApiError) else 400)
 
 
@@ -133,6 +135,7 @@ def create_app(engine: core.Engine) -> Starlette:
         exception_handlers={
             RequestError: _on_error,
             EngineStopped: _on_error,
+            RequestFailed: _on_error,
             ClientDisconnect: _on_error,
             HTTPException: _on_http_error,
             Exception: _on_bug,

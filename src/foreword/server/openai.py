@@ -17,6 +17,7 @@ Kind = Literal["chat", "text"]
 MAX_N = 128
 MAX_STOPS = 4
 MAX_SALT_CHARACTERS = 128
+MAX_BIASES = 1024  # every one is applied again for each token
 INT64_MAX = (1 << 63) - 1
 
 # What an answer does not depend on: `user` and its like name the sender, `metadata` is for stored
@@ -194,6 +195,10 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     table = fields.object("logit_bias")
+    if len(table) > MAX_BIASES:
+        raise ApiError(
+            f"'logit_bias' has {len(table)} tokens; at most {MAX_BIASES} are allowed.", "logit_bias"
+        )
     biases = Fields(table, "logit_bias")
     for key in table:
         if not re.fullmatch("0|[1-9][0-9]{0,9}", key) or int(key) >= vocab_size:

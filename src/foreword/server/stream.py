@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from foreword.core.errors import EngineStopped
+from foreword.core.errors import EngineStopped, RequestFailed
 from foreword.core.request import Output
 from foreword.server.answer import Answer
 from foreword.server.errors import error_body
@@ -71,7 +71,7 @@ async def _events(
     try:
         async for output in rest:
             yield _event(*answer.chunks(output))
-    except EngineStopped as error:
+    except (EngineStopped, RequestFailed) as error:
         yield _event(error_body(error))
         return
     if include_usage:
