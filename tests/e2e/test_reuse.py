@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from foreword.cli.measure import Answer, ask
+from foreword.cli.measure import Reply, ask
 from foreword.cli.verify import compare
 from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.request import Request, SamplingParams
@@ -187,7 +187,7 @@ def test_a_fault_ends_one_request_and_not_its_neighbours(settings, monkeypatch, 
             ask(engine, prompt[:33], good),
             return_exceptions=True,
         )
-        assert [type(answer) for answer in answers] == [Answer, RequestFailed, Answer]
+        assert [type(answer) for answer in answers] == [Reply, RequestFailed, Reply]
         samples = Request("bad-n", tuple(prompt), bad, 3)
         with pytest.raises(RequestFailed, match="bad-n"):
             _ = [output async for output in engine.generate(samples)]

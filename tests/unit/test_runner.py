@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from foreword.engine.attention import ANY_RULES, AttentionRules, Step
+from foreword.engine.attention import ANY_RULES, AttentionRules, Packed
 from foreword.engine.kv import TILE, LayerShape, PagedKV
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.runner import Part, Runner
@@ -125,6 +125,6 @@ def test_decodes_of_unlike_lengths_at_the_end_of_the_pool() -> None:
             Part(range(i * apart, i * apart + size), end - 1, [1], True)
             for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
-        step = Step(kv, parts, rules)
+        step = Packed(kv, parts, rules)
         out = step.attend(0, torch.ones(1, 1, 3, 8), None)
         assert torch.equal(out, torch.zeros(3, 1, 8))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foreword.cli.measure import Answer, add_model_arguments, ask, engine_settings, forced
+from foreword.cli.measure import Reply, add_model_arguments, ask, engine_settings, forced
 from foreword.cli.settings import count
 from foreword.core.errors import RequestFailed
 from foreword.core.request import Output
@@ -126,7 +126,7 @@ async def _chat(engine: TorchEngine, args: argparse.Namespace) -> dict[str, Any]
         contents += args.user
         prompt = engine.encode_chat(messages)
         before = engine.stats.num_prefilled_tokens
-        answer: Answer = await ask(engine, prompt, forced(engine, args.reply))
+        answer: Reply = await ask(engine, prompt, forced(engine, args.reply))
         assert len(answer.token_ids) == args.reply
         out["prefilled"] += engine.stats.num_prefilled_tokens - before
         out["template"] += len(prompt) - contents

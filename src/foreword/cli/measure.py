@@ -13,7 +13,7 @@ from foreword.engine.engine import EngineSettings, TorchEngine
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """One sample's whole output, with its times in seconds."""
 
     text: str = ""
@@ -36,9 +36,9 @@ def engine_settings(args: argparse.Namespace, **changes: object) -> EngineSettin
 
 async def ask(
     engine: TorchEngine, prompt: Sequence[int], sampling: SamplingParams, salt: str = ""
-) -> Answer:
+) -> Reply:
     """Generate one sample and gather it."""
-    answer = Answer()
+    answer = Reply()
     begin_s = time.perf_counter()
     request = Request(f"bench-{random.getrandbits(32):08x}", tuple(prompt), sampling, 1, salt)
     async for output in engine.generate(request):

@@ -1,7 +1,7 @@
 """Attention of one packed step over the paged pool: many sequences, prefill and decode mixed.
 
 transformers calls `paged_attention` once per layer; what it must know of the step, where keys lie
-and what each row may see, is built once per step in a `Step`.
+and what each row may see, is built once per step in a `Packed`.
 
 Whatever is rounded up here (query rows to a multiple of 4, keys to a width) makes the result of a
 row independent of the rows and keys computed beside it, bit for bit. That costs so little that it
@@ -93,7 +93,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class _Placed:
     """A part with its block table and, where that is consecutive, its first slot, else -1."""
 
     part: Part
@@ -105,7 +105,7 @@ class _Sequence:
         return self.part.end
 
 
-class Step:
+class Packed:
     """One packed forward. `order` says which part each run of rows belongs to: parts that decode
     come first, neighbours in the pool next to each other, so that one call can serve several."""
 
@@ -122,7 +122,7 @@ class Step:
             self._device
         )
         self._num_decodes = sum(len(s.part.token_ids) == 1 for s in ordered)
-        self._groups: list[list[_Sequence]] = []
+        self._groups: list[list[_Placed]] = []
         for sequence in ordered[: self._num_decodes]:
             if self._groups and _fits(self._groups[-1], sequence):
                 self._groups[-1].append(sequence)
@@ -192,14 +192,14 @@ class Step:
             and keys.shape[1] * keys.shape[2] <= _MAX_FOLDED
         )
 
-    def _sequence(self, part: Part) -> _Sequence:
+    def _sequence(self, part: Part) -> _Placed:
         num_blocks = -(-part.end // self.kv.block_size)
         table = np.asarray(part.block_ids[:num_blocks], dtype=np.int64)
         assert len(table) == num_blocks > 0, "the block table is too short"
         run = table[-1] - table[0] == num_blocks - 1 and bool((np.diff(table) == 1).all())
-        return _Sequence(part, table, int(table[0]) * self.kv.block_size if run else -1)
+        return _Placed(part, table, int(table[0]) * self.kv.block_size if run else -1)
 
-    def _slots(self, sequence: _Sequence) -> np.ndarray:
+    def _slots(self, sequence: _Placed) -> np.ndarray:
         positions = np.arange(sequence.part.start, sequence.end)
         blocks = sequence.table[positions // self.kv.block_size]
         slots: np.ndarray = blocks * self.kv.block_size + positions % self.kv.block_size
@@ -209,7 +209,7 @@ class Step:
         whole, rest = num_tokens // TILE * TILE, num_tokens % TILE
         return whole + (next(w for w in self._rules.last_widths if w >= rest) if rest else 0)
 
-    def _keys(self, group: list[_Sequence], num_keys: int) -> Keys:
+    def _keys(self, group: list[_Placed], num_keys: int) -> Keys:
         count, first = len(group), group[0].first
         if first >= 0:
             return Keys(
@@ -289,14 +289,14 @@ def _spread(rows: Tensor) -> Tensor:
     return spread.view(count, 1, heads * num, heads * size)
 
 
-def _place(sequence: _Sequence) -> tuple[bool, bool, int]:
+def _place(sequence: _Placed) -> tuple[bool, bool, int]:
     """Sort key of the parts of a step: decodes before prefills, views by place, gathers by end."""
     gathered = sequence.first < 0
     prefill = len(sequence.part.token_ids) > 1
     return prefill, gathered, sequence.end if gathered else sequence.first
 
 
-def _fits(group: list[_Sequence], sequence: _Sequence) -> bool:
+def _fits(group: list[_Placed], sequence: _Placed) -> bool:
     """Whether one call can serve this sequence too: about as long, and as far off as the others."""
     first, last = group[0], group[-1]
     if abs(sequence.end - first.end) > TILE:
@@ -318,9 +318,9 @@ def paged_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls. `paged_step` is the Step, handed through the model's forward; the
+    """What transformers calls. `paged_step` is the Packed, handed through the model's forward; the
     new keys and values are in the pool already."""
-    step: Step = kwargs["paged_step"]
+    step: Packed = kwargs["paged_step"]
     return step.attend(module.layer_idx, query, kwargs.get("scaling"))[None], None
 
 

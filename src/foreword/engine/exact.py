@@ -38,7 +38,7 @@ _TEST_CHUNKS = (33, 65, 193, 478, 1, 14)  # cuts at 33, 98, 291, 769 and 770
 _TEST_TOKENS = sum(_TEST_CHUNKS)
 _TEST_AGAIN = (_TEST_TOKENS - 1, 512, 511, 150)  # positions of tokens computed again alone
 
-Step = Callable[[PagedKV, Sequence[Part]], Tensor]
+Forward = Callable[[PagedKV, Sequence[Part]], Tensor]
 
 
 class Tiling:
@@ -183,7 +183,7 @@ def row_exact_layers(module: nn.Module) -> RowExactLayers:
     return _layers[module]
 
 
-def find_rules(model: LoadedModel, step: Callable[[ExactRules], Step]) -> Exactness:
+def find_rules(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactness:
     """Measure this machine and test the loaded model: seconds the first time, then remembered for
     the model and the number of threads. `step` gives the forward under rules."""
     known = _found.setdefault(model.module, {})
@@ -194,7 +194,7 @@ def find_rules(model: LoadedModel, step: Callable[[ExactRules], Step]) -> Exactn
 
 
 @torch.inference_mode()
-def _find_rules(model: LoadedModel, step: Callable[[ExactRules], Step]) -> Exactness:
+def _find_rules(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactness:
     shapes = linear_shapes(model.module)
     tilings = {
         shape: agreeing_counts(layers[0], _HEAD_COUNTS if "head" in shape else COUNTS)
@@ -276,7 +276,7 @@ def agreeing_widths(
     return {width for width in ANY_WIDTH if agrees(width)}
 
 
-def self_test(model: LoadedModel, step: Step) -> str:
+def self_test(model: LoadedModel, step: Forward) -> str:
     """Compute one random prompt in many ways on a pool of its own and compare all KV and logits.
 
     Returns where bits differ, or an empty string.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.engine.attention import ANY_RULES, Part, Step
+from foreword.engine.attention import ANY_RULES, Packed, Part
 from foreword.engine.exact import Exactness, ExactRules, find_rules, row_exact_layers
 from foreword.engine.kv import PagedCache, PagedKV, cache_argument
 from foreword.engine.model import LoadedModel
@@ -69,7 +69,7 @@ def forward(
 ) -> Tensor:
     """One packed forward on a pool, under the rules of exact mode if there are any."""
     module = model.module
-    step = Step(kv, parts, rules.attention if rules else ANY_RULES)
+    step = Packed(kv, parts, rules.attention if rules else ANY_RULES)
     ordered = [parts[i] for i in step.order]
     token_ids = np.fromiter(chain.from_iterable(part.token_ids for part in ordered), np.int64)
     positions = np.concatenate([np.arange(part.start, part.end) for part in ordered])
