@@ -257,3 +257,21 @@ def test_a_model_without_a_chat_template_says_so(settings):
             engine.encode_chat([{"role": "user", "content": "Hello"}])
 
     run(settings, work)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(settings):
+    async def work(engine):
+        longest = engine.model.longest_token
+        text = "a" * (engine.card.max_model_len * longest + 1)
+        tokenizer = engine.model.tokenizer
+        object.__setattr__(engine.model, "tokenizer", None)
+        try:
+            with pytest.raises(RequestError) as caught:
+                engine.encode(text)
+        finally:
+            object.__setattr__(engine.model, "tokenizer", tokenizer)
+        assert caught.value.param == "prompt"
+        with pytest.raises(RequestError):
+            engine.encode_chat([{"role": "user", "content": text}])
+
+    run(settings, work)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from foreword.engine import gguf
@@ -158,3 +159,57 @@ def test_identity_names_what_differs(tmp_path: Path, folder: Path) -> None:
     changed = load_model(str(tmp_path)).identity(16)
     assert identity.differences(changed) == ("weights", "chat_template")
     assert replace(changed, weights=identity.weights).differences(identity) == ("chat_template",)
+
+
+def test_missing_weights_are_not_drawn_at_random(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    left = {name: weight for name, weight in weights.items() if "layers.1." not in name}
+    save_file(left, file, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFound, match=r"no weights for model\.layers\.1\..* more"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("size", [0, 7, 5000])
+def test_a_file_that_was_cut_off_is_said_to_be_so(tmp_path: Path, size: int) -> None:
+    folder = make_tiny(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ModelNotFound, match="cannot be loaded"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "many"}, {"num_attention_heads": 0}])
+def test_a_config_that_makes_no_model_is_said_to_be_so(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = make_tiny(tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ModelNotFound, match="cannot be loaded"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("positions", [0, -5])
+def test_a_model_without_positions_is_refused(tmp_path: Path, positions: int) -> None:
+    folder = make_tiny(tmp_path)
+    file = folder / "config.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "max_position_embeddings": positions})
+    )
+    with pytest.raises(ModelRefused, match="positions"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("source", ["~nobody-has-this-name/x", "x" * 300])
+def test_an_impossible_path_is_a_model_not_found(source: str) -> None:
+    with pytest.raises(ModelNotFound):
+        load_model(source)
+
+
+def test_an_unusable_cache_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", "/dev/null/x")
+    monkeypatch.setattr(gguf, "packaged_gguf", lambda: Path(__file__))
+    with pytest.raises(ModelNotFound, match="FOREWORD_CACHE_DIR"):
+        load_model()

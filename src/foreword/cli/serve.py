@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -20,6 +21,8 @@ from foreword.server.app import create_app
 
 if TYPE_CHECKING:
     from foreword.engine.engine import TorchEngine
+
+log = logging.getLogger("foreword.serve")
 
 DRAIN_S = 10.0  # how long running requests may take to finish after a stop
 FLUSH_S = 2.0  # then, how long clients may take to read what was sent
@@ -38,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         _log_to_stderr()
         check_device(args.device)
         settings = engine_settings(args)
+        log.info("loading %s%s", args.model, "" if args.exact == "off" else ", testing exactness")
         try:
             engine = TorchEngine.load(settings)
         except ValueError as error:
@@ -63,20 +67,23 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # no such name, or no name at all
         raise _taken(host, port, error) from error
     return listener
 
 
-def _taken(host: str, port: int, error: OSError) -> Failure:
-    reason = error.strerror or error
-    return Failure(f"cannot listen on {host}:{port}: {reason}. Try another --port.", "address")
+def _taken(host: str, port: int, error: OSError | UnicodeError) -> Failure:
+    reason = getattr(error, "strerror", None) or error
+    advice = "--host" if isinstance(error, UnicodeError | socket.gaierror) else "--port"
+    return Failure(f"cannot listen on {host}:{port}: {reason}. Try another {advice}.", "address")
 
 
 def check_device(name: str) -> None:
     """Raises Failure for a device that torch does not know or this machine does not have."""
     import torch
 
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise Failure(f"--device {name} cannot be used: cpu, cuda or cuda:N", "settings")
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -141,7 +148,8 @@ def url(host: str, port: int) -> str:
 
 
 def banner(facts: Mapping[str, str], model: str, address: str) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}]}
+    message = {"role": "user", "content": "Say hello."}
+    body = {"model": model, "messages": [message], "max_tokens": 60}
     lines = [f"  {name:<8} {value}" for name, value in {"URL": f"{address}/v1", **facts}.items()]
     return "\n".join(
         [

@@ -74,7 +74,9 @@ def engine_settings(args: argparse.Namespace) -> "EngineSettings":
 
 def size(text: str) -> int:
     """Bytes of "2GiB", "500 MB" or "1048576"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", text.strip(), re.ASCII | re.IGNORECASE)
+    match = re.fullmatch(
+        r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?B|)", text.strip(), re.ASCII | re.IGNORECASE
+    )
     num_bytes = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     if num_bytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 2GiB, 500MB or bytes")

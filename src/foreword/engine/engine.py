@@ -155,7 +155,7 @@ class TorchEngine:
         await asyncio.to_thread(self._thread.join)
 
     def encode(self, text: str) -> list[int]:
-        return self._token_ids(text, add_special_tokens=True)
+        return self._token_ids(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Items[Mapping[str, Any]]) -> list[int]:
         if self.model.tokenizer.chat_template is None:
@@ -174,13 +174,17 @@ class TorchEngine:
             raise RequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
-        return self._token_ids(text, add_special_tokens=False)  # the template wrote them
+        return self._token_ids(text, "messages", add_special_tokens=False)  # the template's
 
-    def _token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.model.tokenizer(text, add_special_tokens=add_special_tokens)[
-            "input_ids"
-        ]
-        return ids
+    def _token_ids(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        limit, longest = self.card.max_model_len, self.model.longest_token
+        if len(text) > limit * longest:  # known without tokenising it, which would take long
+            raise RequestError(
+                f"The prompt has {len(text)} characters: over the limit of {limit} tokens, none of "
+                f"which has more than {longest}.",
+                param,
+            )
+        return self.model.token_ids(text, add_special_tokens)
 
     def decode(self, token_ids: Items[int]) -> str:
         return str(self.model.tokenizer.decode(list(token_ids)))

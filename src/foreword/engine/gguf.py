@@ -40,12 +40,12 @@ def converted(source: Path) -> Path:
     """
     models = cache_folder() / "models"
     final = models / f"{source.stem}-{digest_of(source)[:16]}-{_FORMAT}"
-    if final.is_dir():
-        return final
-    models.mkdir(parents=True, exist_ok=True)
     for part in models.glob(".part-*"):
         if time.time() - part.stat().st_mtime > _ABANDONED_S:
             shutil.rmtree(part, ignore_errors=True)
+    if final.is_dir():
+        return final
+    models.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=models))
     try:
         _convert(source, part)

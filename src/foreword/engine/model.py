@@ -92,6 +92,15 @@ class LoadedModel:
             numerics=numerics,
         )
 
+    def token_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters (in byte-level tokenizers bytes) of the longest token."""
+        return max(len(token) for token in self.tokenizer.get_vocab())
+
     @cached_property
     def _weights_digest(self) -> str:
         files = sorted(self.folder.glob("*.safetensors"))
@@ -118,18 +127,29 @@ def load_model(
         "pretrained_model_name_or_path": str(folder),
         "local_files_only": True,
     }
+    loading: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(**where)
         refuse_by_config(config)
         tokenizer: Any = AutoTokenizer.from_pretrained(**where)
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=DTYPES[dtype], attn_implementation=IMPLEMENTATION
+        load: Any = AutoModelForCausalLM.from_pretrained
+        module, loading = load(
+            **where,
+            dtype=DTYPES[dtype],
+            attn_implementation=IMPLEMENTATION,
+            output_loading_info=True,
         )
     except ModelRefused:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise ModelNotFound(f"the model in {folder} cannot be loaded: {reason}") from error
+        raise ModelNotFound(
+            f"the model in {folder} cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):  # the library would draw them at random
+        raise ModelNotFound(
+            f"the model in {folder} has no weights for {missing[0]} and {len(missing) - 1} more"
+        )
     if not getattr(tokenizer, "is_fast", False):
         raise ModelRefused(f"{folder} has no fast tokenizer (tokenizer.json)")
     module.to(device).eval().requires_grad_(False)
@@ -153,9 +173,19 @@ def _find(source: str) -> Path:
         packaged = gguf.packaged_gguf()
         if packaged is None:
             raise ModelNotFound(f"the default model is not installed: {gguf.INSTALL}")
-        return gguf.converted(packaged)
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
+        try:
+            return gguf.converted(packaged)
+        except OSError as error:
+            raise ModelNotFound(
+                f"the cache folder cannot be used to convert the default model: {error}. "
+                "Set FOREWORD_CACHE_DIR to another one"
+            ) from error
+    try:
+        folder = Path(source).expanduser()
+        found = folder.is_dir()
+    except (OSError, RuntimeError):  # a name too long, or the home of nobody
+        found = False
+    if not found:
         raise ModelNotFound(
             f"no model at {source!r}: give {DEFAULT_MODEL!r} or a local Hugging Face folder"
         )
@@ -202,6 +232,8 @@ def _model_len(config: Any, wanted: int | None) -> int:
     trained: int | None = getattr(config, "max_position_embeddings", None)
     if wanted is not None and wanted < 1:
         raise ValueError(f"max_model_len must be at least 1 token, not {wanted}")
+    if trained is not None and trained < 1:
+        raise ModelRefused(f"{config.model_type} says that it has {trained} positions")
     if trained is None or (wanted is not None and wanted <= trained):
         return wanted or 2048
     if wanted is None:
