@@ -97,3 +97,23 @@ def test_ids_that_do_not_fit_are_refused(token):
     with pytest.raises(OverflowError):
         chain.extend((2, token))
     assert (chain.token_ids, len(chain.key), chain.hashes) == ([1], 4, [])
+
+
+def test_hashes_do_not_depend_on_how_the_tokens_came() -> None:
+    whole = Chain(IDENTITY.root_hash(""), 4, range(13))
+    pieces = Chain(IDENTITY.root_hash(""), 4)
+    for token_id in range(13):
+        pieces.extend((token_id,))
+    assert pieces.hashes == whole.hashes
+    assert len(set(whole.hashes)) == 3
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    chain = Chain(IDENTITY.root_hash(""), 4, range(6))
+    twin = chain.copy()
+    assert (twin.root, twin.block_size) == (IDENTITY.root_hash(""), 4)
+    assert (twin.token_ids, twin.key, twin.hashes) == (chain.token_ids, chain.key, chain.hashes)
+    twin.extend((6, 7))
+    assert (len(chain), len(chain.key), len(chain.hashes)) == (6, 24, 1)
+    chain.extend((6, 7))
+    assert twin.hashes == chain.hashes
