@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foreword.cli.settings import count
-from foreword.core.request import Request, SamplingParams, TokenLogprob
+from foreword.core.request import Request, SamplingParams
 from foreword.engine.engine import EngineSettings, TorchEngine
 
 
@@ -18,7 +18,6 @@ class Reply:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
     ttft_s: float = 0.0
 
@@ -47,7 +46,6 @@ async def ask(
             answer.num_cached_tokens = output.num_cached_tokens
         answer.text += output.text
         answer.token_ids += output.token_ids
-        answer.logprobs += output.logprobs
     return answer
 
 

@@ -98,7 +98,6 @@ class TorchEngine:
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
         self._draining = False
         self._stopping = False
-        self._ended = False
         self._refusal = "The server is shutting down."
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
@@ -222,7 +221,7 @@ class TorchEngine:
 
     def _post(self, starts: bool, stream: Stream) -> None:
         with self._wake:
-            if starts and (self._draining or self._ended):
+            if starts and self._draining:
                 raise EngineStopped(self._refusal)
             self._inbox.append((starts, stream))
             self._wake.notify()
@@ -239,7 +238,7 @@ class TorchEngine:
             self._refusal = "The engine failed and serves no more; its log says why."
         finally:
             with self._wake:  # from here on nothing is posted, so that nobody waits for ever
-                self._ended = True
+                self._draining = True
                 posted = {stream for starts, stream in self._inbox if starts}
             self._idle.set()
             for stream in set(self._streams.values()) | posted:

@@ -50,7 +50,6 @@ class PagedKV:
 
         self.keys = [pool(layer.num_kv_heads, layer.key_size) for layer in layers]
         self.values = [pool(layer.num_kv_heads, layer.value_size) for layer in layers]
-        self.block_bytes = block_bytes(layers, block_size, dtype)
 
     def copy(self, src: int, dst: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` tokens of block `src` into block `dst`, in every layer."""
