@@ -10,7 +10,11 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -30,8 +34,10 @@ TEXT = (
 )
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 48}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
 }
 
 
@@ -40,8 +46,9 @@ def make_tiny(
 ) -> Path:
     """Write a model folder (weights, config, tokenizer, chat template) and return it.
 
-    `kind` is llama, qwen3 or mistral (which has a sliding window of 48 tokens). The weights depend
-    on `kind` and `num_layers` alone, and are large enough that logits differ clearly.
+    `kind` is llama, qwen2, qwen3, olmo2 or mistral (which has a sliding window of 48 tokens). The
+    weights, norms and biases too, depend on `kind` and `num_layers` alone, and are large enough
+    that logits differ clearly.
     """
     tokenizer = make_tokenizer()
     eos, start, end = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
@@ -65,7 +72,11 @@ def make_tiny(
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model_class(config).save_pretrained(folder)
+        model = model_class(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data += 0.2 * torch.randn(parameter.shape)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 

@@ -23,6 +23,7 @@ from foreword.engine.kv import TILE, PagedKV
 IMPLEMENTATION = "foreword_paged"
 ANY_WIDTH = tuple(range(16, TILE + 1, 16))
 _ROWS = 4  # with fewer query rows in a block the kernels take another path
+_FEW_ROWS = 48  # of a prefill; more fill the kernels by themselves
 _MAX_FOLDED = 512  # elements; larger heads fill the kernels by themselves
 _MAX_GATHERED = 16384  # tokens that are gathered for one call
 _NEVER = float("-inf")
@@ -84,12 +85,21 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows start to stop of one prefill, which see `num_keys` keys; no mask means plain causal."""
+    """Rows start to stop of one prefill, which see `num_keys` keys; no mask means plain causal.
+
+    With `heads_as_rows` the heads that share a KV head are computed side by side as rows of one,
+    and the mask is repeated for each: for few rows that makes fewer, larger products.
+    """
 
     start: int
     stop: int
     num_keys: int
-    mask: Tensor | None
+    mask: Tensor | None = None
+    heads_as_rows: bool = False
+
+
+# By group of decodes its mask, and by prefill its pieces.
+_Plan = tuple[list[Tensor | None], list[list[Piece]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +143,17 @@ class Packed:
             self._keys(group, self._width(max(s.end for s in group))) for group in self._groups
         ]
         self._prefill_keys = [self._keys([s], _up(s.end, TILE)) for s in self._prefills]
-        self._built: dict[int | None, tuple[list[Tensor | None], list[list[Piece]]]] = {}
+        self._built: dict[tuple[int | None, int], _Plan] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put the new keys and values, [rows, kv heads, size], into the pool."""
+        self.kv.keys[layer].index_copy_(0, self.slots, key)
+        self.kv.values[layer].index_copy_(0, self.slots, value)
 
     def attend(self, layer: int, query: Tensor, scaling: float | None) -> Tensor:
         """Attention of query [1, heads, rows, size]: [rows, heads, value size]."""
         keys, values, block_size = self.kv.keys[layer], self.kv.values[layer], self.kv.block_size
-        _masks, pieces = self._plan(self.kv.layers[layer].window)
+        _masks, pieces = self._plan(self.kv.layers[layer].window, query.shape[1] // keys.shape[1])
         out = query.new_empty(query.shape[2], query.shape[1], values.shape[2])
         start = self._num_decodes
         if start:
@@ -159,9 +174,9 @@ class Packed:
         together, and a query row is zero outside of its own: fewer, larger products.
         """
         keys, values, block_size = self.kv.keys[layer], self.kv.values[layer], self.kv.block_size
-        masks, _pieces = self._plan(self.kv.layers[layer].window)
         (num, heads, size), num_kv = out.shape, keys.shape[1]
         group = heads // num_kv
+        masks, _pieces = self._plan(self.kv.layers[layer].window, group)
         rows = query[0, :, :num].transpose(0, 1).reshape(num, num_kv, group, query.shape[3])
         rows = functional.pad(rows, (0, 0, 0, -group % _ROWS))
         start = 0
@@ -221,15 +236,15 @@ class Packed:
             row[: len(sequence.table)] = sequence.table
         return Keys(count, num_keys, blocks=torch.from_numpy(blocks.ravel()).to(self._device))
 
-    def _plan(self, window: int | None) -> tuple[list[Tensor | None], list[list[Piece]]]:
-        plan = self._built.get(window)
+    def _plan(self, window: int | None, group: int) -> _Plan:
+        plan = self._built.get((window, group))
         if plan is None:
             masks = [
                 self._decode_mask([s.end for s in group], keys.num_keys, window)
                 for group, keys in zip(self._groups, self._decode_keys, strict=True)
             ]
-            pieces = [self._pieces(s.part, window) for s in self._prefills]
-            plan = self._built[window] = masks, pieces
+            pieces = [self._pieces(s.part, window, group) for s in self._prefills]
+            plan = self._built[window, group] = masks, pieces
         return plan
 
     def _decode_mask(self, ends: list[int], num_keys: int, window: int | None) -> Tensor | None:
@@ -242,10 +257,10 @@ class Packed:
                 row[..., : end - window] = _NEVER
         return mask.to(self._device)
 
-    def _pieces(self, part: Part, window: int | None) -> list[Piece]:
+    def _pieces(self, part: Part, window: int | None, group: int) -> list[Piece]:
         num = len(part.token_ids)
         if part.start == 0 and (window is None or num <= window):
-            return [Piece(0, num, _up(num, TILE), None)]
+            return [Piece(0, num, _up(num, TILE))]
         pieces, start = [], 0
         while start < num:  # cut where the last key tile changes: what is above is never computed
             first = part.start + start
@@ -258,7 +273,10 @@ class Packed:
                 mask = mask.triu(first + 1) + mask.tril(first - window)
             else:
                 mask.triu_(first + 1)
-            pieces.append(Piece(start, stop, num_keys, mask))
+            heads_as_rows = group > 1 and stop - start <= _FEW_ROWS
+            if heads_as_rows:
+                mask = mask.repeat(group, 1)
+            pieces.append(Piece(start, stop, num_keys, mask, heads_as_rows))
             start = stop
         return pieces
 
@@ -267,17 +285,20 @@ def _prefill(
     query: Tensor, key: Tensor, value: Tensor, piece: Piece, scaling: float | None
 ) -> Tensor:
     """Query [1, heads, rows, size] to [rows, heads, value size]."""
-    num = query.shape[2]
+    (_, heads, num, size), num_kv = query.shape, key.shape[1]
+    query = functional.pad(query, (0, 0, 0, -num % _ROWS))
+    if piece.heads_as_rows:
+        query = query.reshape(1, num_kv, -1, size)
     result = functional.scaled_dot_product_attention(
-        functional.pad(query, (0, 0, 0, -num % _ROWS)),
+        query,
         key[:, :, : piece.num_keys],
         value[:, :, : piece.num_keys],
         attn_mask=piece.mask,
         is_causal=piece.mask is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=query.shape[1] != num_kv,
     )
-    return result[0, :, :num].transpose(0, 1)
+    return result.view(heads, -1, value.shape[3])[:, :num].transpose(0, 1)
 
 
 def _spread(rows: Tensor) -> Tensor:

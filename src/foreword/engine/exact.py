@@ -22,7 +22,7 @@ from transformers.activations import ACT2CLS
 
 from foreword.engine.attention import ANY_WIDTH, AttentionRules, Part
 from foreword.engine.kv import TILE, LayerShape, PagedKV
-from foreword.engine.linear import PackedLinear
+from foreword.engine.linear import PackedGated, PackedLinear
 from foreword.engine.model import LoadedModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
@@ -165,8 +165,9 @@ def linear_shapes(module: nn.Module) -> dict[str, list[nn.Linear]]:
     head = getattr(module, "get_output_embeddings", lambda: None)()
     shapes: dict[str, list[nn.Linear]] = {}
     for layer in module.modules():
-        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, PackedLinear):
+        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, PackedLinear, PackedGated):
             name = f"{layer.out_features}x{layer.in_features}"
+            name += " gated" * isinstance(layer, PackedGated)
             name += "+bias" * (layer.bias is not None) + " head" * (layer is head)
             shapes.setdefault(name, []).append(layer)
     return shapes

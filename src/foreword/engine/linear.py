@@ -10,6 +10,18 @@ from torch import Tensor, nn
 _ROWS = 32  # that the layout is made for; for one row oneDNN takes another layout, slower for few
 
 
+class Gated(nn.Module):
+    """activation(gate(rows)) * up(rows)."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, activation: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.up, self.activation = gate, up, activation
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.activation(self.gate(rows)) * self.up(rows)
+        return result
+
+
 class PackedLinear(nn.Linear):
     """A linear layer whose `weight` is in oneDNN's layout: no element of it can be read."""
 
@@ -21,8 +33,28 @@ class PackedLinear(nn.Linear):
         self.__dict__["weight"] = torch.ops.mkldnn._reorder_linear_weight(layer.weight, _ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
+        return self._pointwise(rows, "none")
+
+    def _pointwise(self, rows: Tensor, function: str) -> Tensor:
+        """The function, by oneDNN's name, of the result before it is rounded."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self.weight, self.bias, "none", [], ""
+            rows, self.weight, self.bias, function, [], ""
+        )
+        return result
+
+
+class PackedGated(PackedLinear):
+    """Gated by SiLU, in two products: oneDNN applies SiLU and the multiplication to their results
+    before they are rounded."""
+
+    def __init__(self, layer: Gated) -> None:
+        super().__init__(layer.up)
+        self._gate = (PackedLinear(layer.gate),)  # no module of the model: nobody else calls it
+
+    def forward(self, rows: Tensor) -> Tensor:
+        gate = self._gate[0]._pointwise(rows, "swish")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            rows, gate, self.weight, self.bias, "mul"
         )
         return result
 
@@ -35,7 +67,9 @@ def pack(module: nn.Module) -> None:
         return
     if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
-    for parent in list(module.modules()):
+    for parent in module.modules():  # which goes down into what has been put in place
         for name, layer in parent.named_children():
             if type(layer) is nn.Linear:
                 setattr(parent, name, PackedLinear(layer))
+            elif type(layer) is Gated and isinstance(layer.activation, nn.SiLU):
+                setattr(parent, name, PackedGated(layer))

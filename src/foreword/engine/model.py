@@ -25,6 +25,7 @@ from transformers.utils import logging as library_logging
 from foreword.core.identity import Identity
 from foreword.engine import gguf
 from foreword.engine.attention import IMPLEMENTATION
+from foreword.engine.decoder import fuse
 from foreword.engine.files import digest_of
 from foreword.engine.kv import LayerShape, block_bytes, cache_argument
 from foreword.engine.linear import pack
@@ -153,6 +154,8 @@ def load_model(
     if not getattr(tokenizer, "is_fast", False):
         raise ModelRefused(f"{folder} has no fast tokenizer (tokenizer.json)")
     module.to(device).eval().requires_grad_(False)
+    layers = probe_layers(module)
+    fuse(module)
     pack(module)
     return LoadedModel(
         module=module,
@@ -160,7 +163,7 @@ def load_model(
         name=DEFAULT_MODEL if source == DEFAULT_MODEL else folder.name,
         folder=folder,
         max_model_len=_model_len(config.get_text_config(), max_model_len),
-        layers=probe_layers(module),
+        layers=layers,
         eos_token_ids=_eos(module, tokenizer),
         special_token_ids=frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
