@@ -67,7 +67,9 @@ class Exact:
 @pytest.fixture(
     scope="module",
     params=[
-        (kind, dtype) for kind in ("llama", "qwen3", "mistral") for dtype in ("bfloat16", "float32")
+        (kind, dtype)
+        for kind in ("llama", "qwen3", "mistral", "olmo2")
+        for dtype in ("bfloat16", "float32")
     ],
     ids="-".join,
 )

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
-from foreword.engine.linear import PackedLinear, pack
+from foreword.engine.linear import Gated, PackedGated, PackedLinear, pack
 
 PACKS = torch.backends.mkldnn.is_available()
 
@@ -27,6 +28,24 @@ def test_packing_changes_the_layout_and_not_the_layer(dtype: torch.dtype, bias: 
     assert (layer.in_features, layer.out_features) == (96, 40)
     torch.testing.assert_close(model(rows), expected)
     assert model(rows[:, :0]).shape == (2, 0, 7)
+
+
+@pytest.mark.skipif(not PACKS, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_product_is_packed_as_one_where_it_is_gated_by_silu(
+    activation: str, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(96, 40, bias=bias).requires_grad_(False) for _ in range(2))
+    model = nn.Sequential(Gated(gate, up, ACT2FN[activation]))
+    rows = torch.randn(5, 96)
+    expected = ACT2FN[activation](gate(rows)) * up(rows)
+    torch.testing.assert_close(model(rows), expected)
+    pack(model)
+    assert isinstance(model[0], PackedGated) is (activation == "silu")
+    assert all(type(layer) is not nn.Linear for layer in model.modules())
+    torch.testing.assert_close(model(rows), expected)
 
 
 def test_a_tied_embedding_keeps_its_rows() -> None:
