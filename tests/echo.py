@@ -28,6 +28,7 @@ class EchoEngine:
         self.card = ModelCard("echo", max_model_len, VOCAB_SIZE)
         self.step_s = step_s
         self.requests: list[Request] = []
+        self.num_open = 0  # requests that have not ended
         self.cancelled = threading.Event()
         self.stopped = False
 
@@ -48,6 +49,7 @@ class EchoEngine:
         num_cached = self._num_cached(request)
         self.requests.append(request)
         done = False
+        self.num_open += 1
         try:
             samples = [_sample(request, index, num_cached) for index in range(request.n)]
             for outputs in zip(*samples, strict=True):
@@ -58,6 +60,7 @@ class EchoEngine:
                     yield output
             done = True
         finally:
+            self.num_open -= 1
             if not done:
                 self.cancelled.set()
 

@@ -1,6 +1,7 @@
 """The server over a real socket, asked by OpenAI's own client and by httpx."""
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -144,7 +145,11 @@ def test_sampling_reaches_the_engine(http: httpx.Client, engine: EchoEngine) -> 
         "ignore_eos": True,
         "cache_salt": "tenant",
         "user": "somebody",
-        "presence_penalty": 0,
+        "min_p": 0.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
         "tools": [],
         "response_format": {"type": "text"},
         "top_logprobs": None,
@@ -157,6 +162,8 @@ def test_sampling_reaches_the_engine(http: httpx.Client, engine: EchoEngine) -> 
     assert (sampling.seed, sampling.stop, sampling.max_tokens) == (-3, ("l", "x"), 9)
     assert sampling.logit_bias == {65: -100.0, 0: 1.5}
     assert sampling.ignore_eos
+    assert (sampling.min_p, sampling.min_tokens, sampling.repetition_penalty) == (0.1, 3, 1.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 2.0)
     assert request.cache_salt == "tenant"
 
 
@@ -173,6 +180,35 @@ def test_prompts(http: httpx.Client, engine: EchoEngine) -> None:
     ]
     answer = chat(http, messages=messages).json()
     assert answer["choices"][0]["message"]["content"] == "system: c\nuser: a\nb\nassistant: d\n"
+
+
+def test_several_prompts_are_one_answer(client: openai.OpenAI, http: httpx.Client) -> None:
+    answer = client.completions.create(model="echo", prompt=["ab", "cde"], n=2, echo=False)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(["ab"] * 2 + ["cde"] * 2))
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 10)
+    again = text(
+        http, prompt=[[97, 98], "cde"], stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = events(again)
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    texts = {index: "" for index in range(2)}
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == {0: "ab", 1: "cde"}
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 2
+
+
+def test_leaving_cancels_every_prompt(http: httpx.Client, engine: EchoEngine) -> None:
+    engine.step_s = 0.01
+    body = {"model": "echo", "prompt": ["x", "y", "z"], "ignore_eos": True, "stream": True}
+    with http.stream("POST", TEXT, json=body) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+    deadline_s = time.monotonic() + 5
+    while engine.num_open and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert engine.num_open == 0
+    assert len(engine.requests) == 3
 
 
 def test_models_and_health(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -53,13 +53,15 @@ def test_a_body_is_a_request_or_a_refusal(kind: Kind) -> None:
             assert len(text.encode()) < 700
             return
         num_accepted += 1
-        sampling = call.request.sampling
-        assert 1 <= sampling.max_tokens <= ENGINE.card.max_model_len - len(call.request.prompt)
+        request = call.requests[0]
+        sampling = request.sampling
+        assert 1 <= sampling.max_tokens <= ENGINE.card.max_model_len - len(request.prompt)
+        assert 0 <= sampling.min_tokens <= sampling.max_tokens
         assert 0 <= sampling.temperature <= 2
         assert 0 <= sampling.top_p <= 1
         assert all(math.isfinite(bias) for bias in sampling.logit_bias.values())
-        assert 1 <= call.request.n <= MAX_N
-        assert len(call.request.cache_salt) <= 128
+        assert 1 <= request.n * len(call.requests) <= MAX_N
+        assert len(request.cache_salt) <= 128
         assert all(stop != "" for stop in sampling.stop)
         assert type(call.stream) is bool
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foreword.core.request import SamplingParams
-from foreword.engine.sampler import sample, token_logprob, uniform
+from foreword.engine.sampler import adjusted, sample, token_logprob, uniform
 
 
 def params(**changes):
@@ -32,11 +32,48 @@ def test_temperature_zero_is_greedy():
     assert sample(torch.tensor([0.0, 3.0, 2.9]), params(temperature=0), 0.99) == 1
 
 
+def changed(logits, prompt=(), sampled=(), banned=(), **changes):
+    given = torch.tensor(logits)
+    result = adjusted(given, params(**changes), prompt, sampled, banned)
+    assert given.tolist() == pytest.approx(logits)
+    return result.tolist()
+
+
 def test_a_bias_can_forbid_and_force():
-    logits = torch.tensor([0.0, 3.0, 2.9])
-    assert sample(logits, params(temperature=0, logit_bias={1: -1e9}), 0) == 2
-    assert sample(logits, params(temperature=0, logit_bias={0: 100}), 0) == 0
-    assert logits.tolist() == pytest.approx([0.0, 3.0, 2.9])
+    assert changed([0.0, 3.0, 2.9], logit_bias={1: -1e9}) == pytest.approx([0, -1e9, 2.9])
+    assert changed([0.0, 3.0, 2.9], logit_bias={0: 100}) == pytest.approx([100, 3, 2.9])
+
+
+def test_penalties_count_what_was_sampled():
+    logits = [1.0, 2.0, 3.0, 4.0]
+    seen = {"prompt": (3,), "sampled": (1, 2, 1)}
+    assert changed(logits, **seen, presence_penalty=0.5) == pytest.approx([1, 1.5, 2.5, 4])
+    assert changed(logits, **seen, frequency_penalty=0.5) == pytest.approx([1, 1, 2.5, 4])
+    assert changed(logits, **seen, frequency_penalty=-2) == pytest.approx([1, 6, 5, 4])
+    assert changed(logits, prompt=(3,), presence_penalty=2) == logits
+
+
+def test_the_repetition_penalty_counts_the_prompt_too():
+    logits = [1.0, -2.0, 4.0, 3.0]
+    got = changed(logits, prompt=(1,), sampled=(2, 2), repetition_penalty=2)
+    assert got == pytest.approx([1, -4, 2, 3])
+
+
+def test_no_bias_brings_back_what_is_banned():
+    assert changed([0.0, 1.0], banned=(1,), logit_bias={1: 100}) == [0, float("-inf")]
+
+
+def test_nothing_asked_for_copies_nothing():
+    logits = torch.tensor([0.0, 1.0])
+    assert adjusted(logits, params(), (0,), (1,), ()) is logits
+
+
+def test_min_p_is_relative_to_the_most_likely():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert shares(logits, params(min_p=0.59)) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    assert shares(logits, params(min_p=1)) == [1, 0, 0, 0]
+    # What is left is all that top-p sees: 0.5 of 0.8.
+    assert shares(logits, params(min_p=0.4, top_p=0.6)) == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -9,12 +9,18 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose each next token. The field meanings are OpenAI's; `top_k` 0 keeps all."""
+    """How to choose each next token. The field meanings are OpenAI's; those that it does not have
+    mean what they do in vLLM."""
 
     max_tokens: int
+    min_tokens: int = 0  # before these no end of sequence comes and no stop string counts
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0  # of the most likely token's probability; what has less is left out
+    presence_penalty: float = 0.0  # off the logit of a token that was sampled already
+    frequency_penalty: float = 0.0  # the same, for each time
+    repetition_penalty: float = 1.0  # divides the logit of a token of the prompt or sampled already
     seed: int | None = None  # None: the engine draws one
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # alternatives to report per token; 0 reports the token alone

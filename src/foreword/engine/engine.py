@@ -22,10 +22,9 @@ from foreword.core.block import Chain
 from foreword.core.cache import KVCache
 from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.identity import Identity
-from foreword.core.request import ModelCard, Output, Request, TokenLogprob
+from foreword.core.request import ModelCard, Output, Request
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.runner import Part, Runner
-from foreword.engine.sampler import sample, token_logprob, uniform
 from foreword.engine.scheduler import Scheduler, Step
 from foreword.engine.sequence import Sequence, TextStream
 from foreword.engine.stats import Stats
@@ -328,30 +327,7 @@ class TorchEngine:
         return outputs
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> Output:
-        params = sequence.request.sampling
-        draw = uniform(sequence.seed, sequence.index, len(sequence.chain))
-        token_id = sample(logits, params, draw)
-        sequence.chain.extend((token_id,))
-        offset = sequence.text.num_characters
-        stops = token_id in self.model.eos_token_ids and not params.ignore_eos
-        text, met = ("", False) if stops else sequence.text.push(token_id)
-        if stops or met:
-            sequence.finish_reason = "stop"
-        elif sequence.num_sampled >= params.max_tokens:
-            sequence.finish_reason = "length"
-        if sequence.finish_reason is not None and not met:
-            text += sequence.text.flush()
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if params.logprobs is not None:
-            logprobs = (token_logprob(logits, token_id, params.logprobs, offset),)
-        return Output(
-            sequence.index,
-            (token_id,),
-            text,
-            logprobs,
-            sequence.finish_reason,
-            sequence.num_cached_tokens or 0,
-        )
+        return sequence.advance(logits, self.model.eos_token_ids)
 
     def _deliver(self, outputs: Items[tuple[Stream, Output | RequestFailed]]) -> None:
         """One wake per event loop and step, and a line in the log for each first token."""

@@ -1,11 +1,15 @@
 """One sample of a request on its way through the engine: its tokens, lease and text."""
 
+from collections.abc import Collection
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
 from foreword.core.block import Chain
 from foreword.core.cache import Lease
-from foreword.core.request import FinishReason, Request
+from foreword.core.request import FinishReason, Output, Request, TokenLogprob
+from foreword.engine.sampler import adjusted, sample, token_logprob, uniform
 
 
 class Sequence:
@@ -38,6 +42,42 @@ class Sequence:
     def is_decoding(self) -> bool:
         return self.num_sampled > 0 and self.num_uncomputed == 1
 
+    def advance(self, logits: Tensor, eos_token_ids: Collection[int]) -> Output:
+        """Choose the next token from the model's logits [vocab], and say what it adds. Sets
+        `finish_reason` when it is the last."""
+        params = self.request.sampling
+        num_prompt = len(self.request.prompt)
+        may_stop = self.num_sampled >= params.min_tokens
+        chosen_from = adjusted(
+            logits,
+            params,
+            self.request.prompt,
+            self.chain.token_ids[num_prompt:],
+            () if may_stop or params.ignore_eos else eos_token_ids,
+        )
+        token_id = sample(chosen_from, params, uniform(self.seed, self.index, len(self.chain)))
+        self.chain.extend((token_id,))
+        offset = self.text.num_characters
+        ends = token_id in eos_token_ids and not params.ignore_eos
+        text, met = ("", False) if ends else self.text.push(token_id, may_stop)
+        if ends or met:
+            self.finish_reason = "stop"
+        elif self.num_sampled >= params.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and not met:
+            text += self.text.flush()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if params.logprobs is not None:
+            logprobs = (token_logprob(logits, token_id, params.logprobs, offset),)
+        return Output(
+            self.index,
+            (token_id,),
+            text,
+            logprobs,
+            self.finish_reason,
+            self.num_cached_tokens or 0,
+        )
+
 
 class TextStream:
     """Turns a sample's tokens into text pieces, holding back incomplete characters and what may
@@ -52,10 +92,13 @@ class TextStream:
         self._num_characters = 0  # of the pieces of `_token_ids`
         self.num_characters = 0  # of all text so far, sent or held back
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that may be sent now, and whether a stop string was met (it is left out)."""
+    def push(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
+        """The text that may be sent now, and whether a stop string was met (it is left out). What
+        comes before stopping is allowed is no part of a stop string."""
         piece = self._piece(token_id)
         self.num_characters += len(piece)
+        if not may_stop:
+            return piece, False
         self._held += piece
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:

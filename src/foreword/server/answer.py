@@ -34,18 +34,20 @@ class Answer:
         self._created = int(time.time())
         self._samples: defaultdict[int, Sample] = defaultdict(Sample)
         self._num_completion = 0
-        self._num_cached: int | None = None
+        self._num_cached: dict[int, int] = {}  # by request
+        self._params = call.requests[0].sampling
 
     def add(self, output: Output) -> dict[str, Any] | None:
         """Take one output in; returns its logprobs in the shape of a choice, None if not asked."""
         sample = self._samples[output.index]
         self._num_completion += len(output.token_ids)
         # Later samples reuse the prompt that the first computed: the least is the request's own.
-        cached = output.num_cached_tokens
-        self._num_cached = cached if self._num_cached is None else min(self._num_cached, cached)
+        number = output.index // self._call.requests[0].n
+        cached = self._num_cached.get(number, output.num_cached_tokens)
+        self._num_cached[number] = min(cached, output.num_cached_tokens)
         sample.text += output.text
         sample.finish_reason = output.finish_reason
-        if self._call.request.sampling.logprobs is None:
+        if self._params.logprobs is None:
             return None
         shape = self._chat_logprob if self._is_chat else self._text_logprob
         new = [shape(logprob) for logprob in output.logprobs]
@@ -75,7 +77,7 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         choices = []
         for index, sample in sorted(self._samples.items()):
-            asked = self._call.request.sampling.logprobs is not None
+            asked = self._params.logprobs is not None
             message = {"role": "assistant", "content": sample.text, "refusal": None}
             choices.append(
                 {
@@ -88,17 +90,17 @@ class Answer:
         return {**self._head(""), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        num_prompt = len(self._call.request.prompt)
+        num_prompt = sum(len(request.prompt) for request in self._call.requests)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_completion,
             "total_tokens": num_prompt + self._num_completion,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached or 0},
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
         }
 
     def _head(self, suffix: str) -> dict[str, Any]:
         return {
-            "id": self._call.request.request_id,
+            "id": self._call.call_id,
             # A text stream's events are called as its whole answer.
             "object": f"chat.completion{suffix}" if self._is_chat else "text_completion",
             "created": self._created,

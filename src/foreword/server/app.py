@@ -17,8 +17,8 @@ from foreword.core import request as core
 from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.server.answer import Answer
 from foreword.server.errors import ApiError, error_body
-from foreword.server.openai import Kind, check_model, parse
-from foreword.server.stream import EventStream, unless_gone
+from foreword.server.openai import Call, Kind, check_model, parse
+from foreword.server.stream import EventStream, merged, unless_gone
 
 BODY_BYTES_MAX = 32 << 20
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
@@ -37,16 +37,20 @@ class Api:
         raw = await _read(request)
         call = await asyncio.to_thread(parse, self._engine, kind, raw)
         answer = Answer(call, self._decode)
-        outputs = self._outputs(call.request)
+        outputs = self._outputs(call)
         if call.stream:
             first = await unless_gone(request, anext(outputs))
             return EventStream(first, outputs, answer, call.include_usage)
         await unless_gone(request, _gather(outputs, answer))
         return JSONResponse(answer.whole())
 
-    async def _outputs(self, request: core.Request) -> AsyncGenerator[core.Output, None]:
+    async def _outputs(self, call: Call) -> AsyncGenerator[core.Output, None]:
         # The engine's promise is that closing cancels; what it returns may be any iterator.
-        outputs = cast("AsyncGenerator[core.Output, None]", self._engine.generate(request))
+        parts = [
+            cast("AsyncGenerator[core.Output, None]", self._engine.generate(request))
+            for request in call.requests
+        ]
+        outputs = merged(parts, call.requests[0].n)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -25,7 +25,8 @@ INT64_MAX = (1 << 63) - 1
 IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")
 COMMON = (
     *("model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p", "seed"),
-    *("stop", "logprobs", "logit_bias", "top_k", "ignore_eos", "cache_salt", *IGNORED),
+    *("stop", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "cache_salt"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", *IGNORED),
 )
 KNOWN: dict[Kind, tuple[str, ...]] = {
     "chat": (*COMMON, "messages", "max_completion_tokens", "top_logprobs"),
@@ -34,8 +35,6 @@ KNOWN: dict[Kind, tuple[str, ...]] = {
 # Fields of the API that this server does not have, with the values that ask for nothing.
 UNSUPPORTED: dict[Kind, dict[str, tuple[Any, ...]]] = {
     "chat": {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
         "response_format": ({"type": "text"},),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
@@ -55,8 +54,6 @@ UNSUPPORTED: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "prompt_cache_retention": ("in_memory",),
     },
     "text": {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
         "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
@@ -75,11 +72,13 @@ UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request as the engine takes it, and how its answer is to be written."""
+    """What the engine takes, a request for each prompt, and how their answer is to be written: the
+    samples of the second prompt count on from those of the first."""
 
     kind: Kind
     model: str
-    request: Request
+    call_id: str
+    requests: tuple[Request, ...]
     stream: bool
     include_usage: bool
 
@@ -91,20 +90,28 @@ def parse(engine: Engine, kind: Kind, raw: bytes) -> Call:
     check_model(engine, fields.required("model"))
     stream = fields.boolean("stream")
     include_usage = _include_usage(fields, stream)
-    n = fields.integer("n", 1, 1, MAX_N)
+    n = fields.integer("n", 1, 1, MAX_N) or 1
     salt = fields.text("cache_salt", "", MAX_SALT_CHARACTERS)
     asked = _max_tokens(fields)
     sampling = _sampling(engine, kind, fields)
-    prompt = _chat_prompt(engine, fields) if kind == "chat" else _text_prompt(engine, fields)
-    max_tokens = _within_context(engine, len(prompt), asked, kind)
-    request = Request(
-        f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
-        tuple(prompt),
-        SamplingParams(max_tokens, **sampling),
-        n or 1,
-        salt,
-    )
-    return Call(kind, engine.card.name, request, stream, include_usage)
+    if kind == "chat":
+        prompts = [_chat_prompt(engine, fields)]
+    else:
+        prompts = _text_prompts(engine, fields, MAX_N // n)
+    call_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+    requests = []
+    for at, prompt in enumerate(prompts):
+        max_tokens = _within_context(engine, len(prompt), asked, kind)
+        if sampling["min_tokens"] > max_tokens:
+            raise ApiError(
+                f"'min_tokens' is {sampling['min_tokens']}, more than the {max_tokens} tokens that "
+                "the answer may have.",
+                "min_tokens",
+            )
+        request_id = f"{call_id}-{at}" if len(prompts) > 1 else call_id
+        params = SamplingParams(max_tokens, **sampling)
+        requests.append(Request(request_id, tuple(prompt), params, n, salt))
+    return Call(kind, engine.card.name, call_id, tuple(requests), stream, include_usage)
 
 
 def check_model(engine: Engine, name: Any) -> None:
@@ -161,6 +168,11 @@ def _sampling(engine: Engine, kind: Kind, fields: Fields) -> dict[str, Any]:
         "temperature": fields.number("temperature", 1.0, 0, 2),
         "top_p": fields.number("top_p", 1.0, 0, 1),
         "top_k": fields.integer("top_k", 0, 0, INT64_MAX),
+        "min_p": fields.number("min_p", 0.0, 0, 1),
+        "presence_penalty": fields.number("presence_penalty", 0.0, -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", 0.0, -2, 2),
+        "repetition_penalty": fields.number("repetition_penalty", 1.0, 0.01, 100),
+        "min_tokens": fields.integer("min_tokens", 0, 0, INT64_MAX),
         "seed": fields.integer("seed", None, -INT64_MAX - 1, INT64_MAX),
         "stop": _stop(fields),
         "logprobs": _logprobs(kind, fields),
@@ -210,30 +222,42 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     return {int(key): biases.number(key, 0.0, -100, 100) for key in table}
 
 
-def _text_prompt(engine: Engine, fields: Fields) -> list[int]:
+def _text_prompts(engine: Engine, fields: Fields, num_max: int) -> list[list[int]]:
     prompt = fields.required("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return engine.encode(prompt)
-    if not isinstance(prompt, list):
-        raise wrong_type("prompt", "a string or a list of token ids", prompt)
-    if any(isinstance(item, str | list) for item in prompt):
+    if not isinstance(prompt, list) or not any(isinstance(item, str | list) for item in prompt):
+        return [_text_prompt(engine, "prompt", prompt)]
+    if len(prompt) > num_max:
         raise ApiError(
-            "'prompt' holds several prompts; this server takes one: send a request for each.",
+            f"'prompt' holds {len(prompt)} prompts; with this 'n' at most {num_max} are allowed.",
             "prompt",
-            "unsupported_value",
         )
+    return [_text_prompt(engine, f"prompt[{at}]", item) for at, item in enumerate(prompt)]
+
+
+def _text_prompt(engine: Engine, path: str, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        ids = engine.encode(prompt)
+    elif isinstance(prompt, list):
+        ids = token_ids(engine, path, prompt)
+    else:
+        raise wrong_type(path, "a string or a list of token ids", prompt)
+    if not ids:  # said here, before another prompt of the call has begun
+        raise ApiError(f"'{path}' is empty: send at least one token.", path)
+    return ids
+
+
+def token_ids(engine: Engine, path: str, items: list[Any]) -> list[int]:
+    """The same list, of ids that the model has."""
     vocab_size = engine.card.vocab_size
-    for at, item in enumerate(prompt):
+    for at, item in enumerate(items):
         if type(item) is not int:
-            raise wrong_type(f"prompt[{at}]", "a token id", item)
+            raise wrong_type(f"{path}[{at}]", "a token id", item)
         if not 0 <= item < vocab_size:
             raise ApiError(
-                f"'prompt[{at}]' is {shown(item)}; token ids go from 0 to {vocab_size - 1}.",
-                f"prompt[{at}]",
+                f"'{path}[{at}]' is {shown(item)}; token ids go from 0 to {vocab_size - 1}.",
+                f"{path}[{at}]",
             )
-    return prompt
+    return items
 
 
 def _chat_prompt(engine: Engine, fields: Fields) -> list[int]:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -36,6 +38,35 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def merged(
+    parts: Sequence[AsyncGenerator[Output, None]], n: int
+) -> AsyncGenerator[Output, None]:
+    """The outputs of several requests of `n` samples each, as they come. Their indexes count on
+    from one request to the next. Closing closes all, and so does the first error."""
+    queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, part: AsyncGenerator[Output, None]) -> None:
+        try:
+            async with aclosing(part):
+                async for output in part:
+                    queue.put_nowait(replace(output, index=number * n + output.index))
+            queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - whoever reads the queue raises it
+            queue.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(number, part)) for number, part in enumerate(parts)]
+    try:
+        for _ in parts:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.wait(pumps)
 
 
 class EventStream(StreamingResponse):
