@@ -10,6 +10,7 @@ from foreword.cli.verify import compare
 from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
+from foreword.engine import sequence as sequence_module
 from foreword.engine.engine import BLOCK_SIZE, EngineSettings, TorchEngine
 from tiny import make_tiny
 
@@ -168,14 +169,14 @@ def test_a_stopped_engine_says_so(settings):
 
 
 def test_a_fault_ends_one_request_and_not_its_neighbours(settings, monkeypatch, caplog):
-    choose = engine_module.sample
+    choose = sequence_module.sample
 
     def sample(logits, params, draw):
         if params.top_k == 7:
             raise ZeroDivisionError("a fault")
         return choose(logits, params, draw)
 
-    monkeypatch.setattr(engine_module, "sample", sample)
+    monkeypatch.setattr(sequence_module, "sample", sample)
 
     async def work(engine):
         good = SamplingParams(30, temperature=0.0, ignore_eos=True)
