@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import cycle, islice, takewhile
 from typing import Any
 
-from foreword.core.errors import EngineStopped, RequestError
+from foreword.core.errors import EngineBusy, EngineStopped, RequestError
 from foreword.core.request import (
     FinishReason,
     ModelCard,
@@ -16,6 +16,7 @@ from foreword.core.request import (
     SamplingParams,
     TokenLogprob,
 )
+from foreword.core.stats import EngineStats
 
 VOCAB_SIZE = 256
 
@@ -31,11 +32,20 @@ class EchoEngine:
         self.num_open = 0  # requests that have not ended
         self.cancelled = threading.Event()
         self.stopped = False
+        self.busy = False
+        self.stats = EngineStats()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def check_grammar(self, grammar: str) -> None:
+        if "no grammar" in grammar:
+            raise RequestError("This format cannot be followed.", "response_format")
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        self.tools = list(tools)
         if messages[0]["role"] == "assistant":
             raise RequestError("The template wants a user first.", "messages")
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))
@@ -44,6 +54,8 @@ class EchoEngine:
         return bytes(token_ids).decode(errors="replace")
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
+        if self.busy:
+            raise EngineBusy("The queue is full.")
         if not request.prompt:
             raise RequestError("The prompt is empty: send at least one token.", "prompt")
         num_cached = self._num_cached(request)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import reference
-from foreword.cli.main import COMMANDS
+from foreword.cli.main import COMMANDS, command_parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -91,8 +91,9 @@ def test_page_stays_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= limit
 
 
-def test_command_reference_is_what_the_parser_says() -> None:
-    assert reference.PAGE.read_text() == reference.page(), "make docs"
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_reference_is_what_the_program_says(name: str) -> None:
+    assert (reference.FOLDER / name).read_text() == reference.PAGES[name](), "make docs"
 
 
 def test_commands_in_the_pages_exist() -> None:
@@ -126,3 +127,14 @@ def test_only_known_files_lie_at_the_top() -> None:
         *(".ci", ".gitignore", "docs", "src", "tests", "tools", "pyproject.toml", "Makefile"),
         *("constraints.txt", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
     }
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "foreword.service"])
+def test_packaged_commands_can_be_parsed(name: str) -> None:
+    text = (ROOT / "packaging" / name).read_text()
+    found = re.search(r"^(?:ENTRYPOINT|ExecStart=).*$", text, re.MULTILINE)
+    assert found
+    command = found[0].removeprefix("ENTRYPOINT").removeprefix("ExecStart=")
+    program, verb, *flags = re.findall(r"[^\s\[\]\",]+", command)
+    assert program.endswith("foreword")
+    assert command_parser(verb).parse_args(flags)

@@ -6,17 +6,23 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -38,6 +44,21 @@ _MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 48}),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
 }
 
 
@@ -46,8 +67,8 @@ def make_tiny(
 ) -> Path:
     """Write a model folder (weights, config, tokenizer, chat template) and return it.
 
-    `kind` is llama, qwen2, qwen3, olmo2 or mistral (which has a sliding window of 48 tokens). The
-    weights, norms and biases too, depend on `kind` and `num_layers` alone, and are large enough
+    `kind` is one of _MODELS; mistral and gemma3 have a sliding window of 48 tokens. The weights,
+    norms and biases too, depend on `kind` and `num_layers` alone, and are large enough
     that logits differ clearly.
     """
     tokenizer = make_tokenizer()

@@ -1,16 +1,13 @@
 """A server with an EchoEngine on a free port, and clients that ask it."""
 
-import threading
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from echo import EchoEngine
-from foreword.cli.serve import bind
-from foreword.server.app import create_app
+from serving import serving
 
 
 @pytest.fixture
@@ -20,14 +17,8 @@ def engine() -> EchoEngine:
 
 @pytest.fixture
 def url(engine: EchoEngine) -> Iterator[str]:
-    config = uvicorn.Config(create_app(engine), log_config=None, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    with bind("127.0.0.1", 0) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with serving(engine) as url:
+        yield url
 
 
 @pytest.fixture

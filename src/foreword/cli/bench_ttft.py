@@ -6,23 +6,13 @@ block of the known prefix, then add a new tail.
 """
 
 import argparse
-import http.client
-import json
 import random
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
-from foreword.cli.failure import Failure
+from foreword.cli.client import Client, server
 from foreword.cli.settings import count
-
-START_S = 180.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,63 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", choices=["auto", "off"], default="auto")
 
 
-@contextmanager
-def server(*flags: str) -> Iterator[tuple[int, str]]:
-    """A `foreword serve` on a free port of this machine: its port and the model's name."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "foreword.cli.main", "serve", "--port", str(port), *flags]
-    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would fill and block it
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-        try:
-            yield port, _wait_until_ready(process, port, log)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> str:
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            log.seek(0)
-            last = log.read().decode(errors="replace").strip().split("\n")[-1]
-            raise Failure(f"the server ended: {last}", "failed")
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/v1/models")
-            return str(json.load(connection.getresponse())["data"][0]["id"])
-        except OSError:
-            time.sleep(0.2)
-    raise Failure(f"the server was not ready after {START_S:.0f} s", "failed")
-
-
-def first_token(port: int, model: str, prompt: list[int]) -> tuple[float, int]:
+def first_token(client: Client, model: str, prompt: list[int]) -> tuple[float, int]:
     """Seconds to the first streamed token, and how many prompt tokens were computed."""
     body = {
         "model": model,
         "prompt": prompt,
         "max_tokens": 2,
         "temperature": 0,
-        "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    payload = json.dumps(body)
     begin_s = time.perf_counter()
-    connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise Failure(json.load(response)["error"]["message"], "failed")
     ttft_s, usage = 0.0, None
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
+    for event in client.events("/v1/completions", body):
         ttft_s = ttft_s or time.perf_counter() - begin_s
-        usage = json.loads(line[6:]).get("usage") or usage
-    connection.close()
+        usage = event.get("usage") or usage
     assert usage is not None
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return ttft_s, usage["prompt_tokens"] - cached
@@ -107,18 +55,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     cold, warm, anywhere = [], [], []
     flags = ["--model", args.model, "--threads", str(args.threads), "--exact", args.exact]
-    with server(*flags) as (port, model):
-        first_token(port, model, tokens(args.prefix))
+    with server(*flags) as (client, model):
+        first_token(client, model, tokens(args.prefix))
         for i in range(args.rounds):
             prefix = tokens(args.prefix)
-            cold.append(first_token(port, model, prefix + tokens(args.tail)))
+            cold.append(first_token(client, model, prefix + tokens(args.tail)))
             # A new tail starts with a token that no earlier tail had there: none is shared.
             warm += [
-                first_token(port, model, [*prefix, 500 + k, *tokens(args.tail - 1)])
+                first_token(client, model, [*prefix, 500 + k, *tokens(args.tail - 1)])
                 for k in range(2)
             ]
             cut = args.prefix - 37 * (i + 1)
-            anywhere.append(first_token(port, model, [*prefix[:cut], 510, *tokens(args.tail - 1)]))
+            anywhere.append(
+                first_token(client, model, [*prefix[:cut], 510, *tokens(args.tail - 1)])
+            )
     cold_s = statistics.median(ttft_s for ttft_s, _ in cold)
     device_s = statistics.median(ttft_s for ttft_s, _ in warm)
     return {

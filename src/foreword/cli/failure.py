@@ -29,7 +29,7 @@ class Failure(Exception):
             return error
         if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
             return cls(f"{error.name} is not installed: pip install 'foreword[engine]'", "install")
-        models = sys.modules.get("foreword.engine.model")
+        models = sys.modules.get("foreword.engine.source")
         if models and isinstance(error, models.ModelNotFound | models.ModelRefused):
             return cls(str(error), "model")
         return None

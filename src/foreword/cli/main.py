@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 
 import foreword.engine  # noqa: F401 - says how OpenMP waits, before any command imports torch
 from foreword import __version__
+from foreword.cli.config import configured
 from foreword.cli.failure import EXIT_CODES, Failure
 
 # name: (module, measures, what it does)
 COMMANDS = {
     "serve": ("foreword.cli.serve", False, "an OpenAI-compatible server"),
+    "chat": ("foreword.cli.chat", False, "talk with a model, and see what each turn reused"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
@@ -35,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, not below a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_CODES["usage"], f"{self.prog}: {message} (see {self.prog} --help)\n")
+        raise Failure(f"{message} (see {self.prog} --help)", "usage")
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:
@@ -78,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"foreword: no command {wish!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_CODES["usage"]
     try:
-        args = command_parser(name).parse_args(words[len(name.split()) :])
+        parser, words = command_parser(name), words[len(name.split()) :]
+        if parser.get_default("config") is not None:
+            words = configured(parser, words)
+        args = parser.parse_args(words)
         result = import_module(COMMANDS[name][0]).run(args)
     except KeyboardInterrupt:
         return EXIT_CODES["interrupted"]

@@ -14,9 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from foreword.cli.failure import Failure
-from foreword.cli.settings import add_listen_flags, add_model_flags, engine_settings
+from foreword.cli.settings import add_listen_flags, add_model_flags, api_keys, engine_settings
+from foreword.cli.warm import read_openings, warm
+from foreword.core.errors import EngineStopped
+from foreword.core.request import Request
 from foreword.server.app import create_app
 
 if TYPE_CHECKING:
@@ -38,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as listener:
         from foreword.engine.engine import TorchEngine
 
-        _log_to_stderr()
+        _log_to_stderr(args.log_format)
+        keys = api_keys(args.api_keys)
         check_device(args.device)
         settings = engine_settings(args)
         log.info("loading %s%s", args.model, "" if args.exact == "off" else ", testing exactness")
@@ -46,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
             engine = TorchEngine.load(settings)
         except ValueError as error:
             raise Failure.of(error) or Failure(str(error), "settings") from error
+        openings = read_openings(engine, args.warm) if args.warm else []
         engine.start()
-        asyncio.run(_serve(engine, listener))
+        app = create_app(engine, keys, args.cors_origins)
+        asyncio.run(_serve(engine, app, listener, openings))
     return 0
 
 
@@ -91,9 +98,25 @@ def check_device(name: str) -> None:
         raise Failure(f"--device {name} cannot be used: {reason}", "settings") from error
 
 
-def _log_to_stderr() -> None:
+class JsonLines(logging.Formatter):
+    """One JSON object per record: time (Unix seconds), level, logger, message, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _log_to_stderr(log_format: str) -> None:
     stderr = logging.StreamHandler()
-    stderr.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    plain = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    stderr.setFormatter(JsonLines() if log_format == "json" else plain)
     log = logging.getLogger("foreword")
     log.addHandler(stderr)
     log.setLevel(logging.INFO)
@@ -107,11 +130,13 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _serve(engine: "TorchEngine", listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Then refuse new requests, let running ones finish for DRAIN_S,
-    and tell those that did not."""
+async def _serve(
+    engine: "TorchEngine", app: ASGIApp, listener: socket.socket, openings: list[Request]
+) -> None:
+    """Prefill the openings, then serve until SIGINT or SIGTERM. Then refuse new requests, let
+    running ones finish for DRAIN_S, and tell those that did not."""
     config = uvicorn.Config(
-        create_app(engine),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -132,9 +157,13 @@ async def _serve(engine: "TorchEngine", listener: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     host, port = listener.getsockname()[:2]
-    print(banner(engine.banner_facts, engine.card.name, url(host, port)), flush=True)
     try:
+        await warm(engine, openings)
+        print(banner(engine.banner_facts, engine.card.name, url(host, port)), flush=True)
         await server.serve([listener])
+    except EngineStopped as error:
+        if not draining:
+            raise Failure(f"warming failed: {error}", "failed") from error
     except OSError as error:  # another server began to listen while the model was loading
         raise _taken(host, port, error) from error
     finally:

@@ -21,7 +21,11 @@ UNITS = {"": 1} | {
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="smollm2, a Hugging Face folder, a GGUF file, or ORG/NAME of the Hugging Face hub",
+    )
     parser.add_argument("--name", help="what clients call the model (default: the model's own)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -32,6 +36,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="memory for KV, such as 2GiB (a quarter of this machine's, at most 4GiB)",
     )
     parser.add_argument("--max-num-seqs", type=count, default=64, help="sequences in one step")
+    parser.add_argument(
+        "--max-queue", type=count, default=256, help="sequences that may wait; more get a 429"
+    )
     parser.add_argument(
         "--exact",
         default="auto",
@@ -45,6 +52,27 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def add_listen_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=port, default=8000, help="0 takes a free one")
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="ask for an API key, one of this file's lines; each has a cache of its own",
+    )
+    parser.add_argument(
+        "--cors-origins",
+        type=origins,
+        default=(),
+        metavar="ORIGINS",
+        help="web pages that may call from a browser, with commas between; * for all",
+    )
+    parser.add_argument(
+        "--warm",
+        type=Path,
+        metavar="FILE",
+        help="prefill these prompts before the port opens: a request as JSON in each line",
+    )
+    parser.add_argument("--config", default="", metavar="FILE", help="a TOML file of these options")
+    parser.add_argument("--log-format", default="text", choices=("text", "json"))
 
 
 def engine_settings(args: argparse.Namespace) -> "EngineSettings":
@@ -66,10 +94,38 @@ def engine_settings(args: argparse.Namespace) -> "EngineSettings":
         max_model_len=args.max_model_len,
         kv_bytes=kv_bytes,
         max_num_seqs=args.max_num_seqs,
+        max_queue=args.max_queue,
         exact=args.exact == "auto",
         prefix_caching=not args.no_prefix_caching,
         num_threads=args.threads,
     )
+
+
+def api_keys(path: Path | None) -> list[str]:
+    """The lines of a file that are not empty and no comment. Raises Failure where there are none:
+    a server that was to ask for keys must not go without."""
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Failure(f"--api-keys {path} cannot be read: {reason}", "settings") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise Failure(f"--api-keys {path} holds no key", "settings")
+    return keys
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Origins as browsers send them: https://chat.example.org, no path."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    for origin in found:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is no origin: write it as https://chat.example.org"
+            )
+    return found
 
 
 def size(text: str) -> int:

@@ -68,6 +68,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size)
         self.reuse = reuse
+        self.num_evicted_blocks = 0  # since start
         self._record_events = record_events
         self._events: list[KVEvent] = []
         self._leaders: dict[BlockHash, Lease] = {}
@@ -219,6 +220,7 @@ class KVCache:
             self.pool.drop(block_ids)
             removed += reversed(hashes)
             missing -= idle
+            self.num_evicted_blocks += idle
         for leaf in pinned:
             self.index.offer(leaf)
         if removed and self._record_events:

@@ -14,5 +14,9 @@ class EngineStopped(RuntimeError):
     """The engine is draining or has failed; nothing was generated for this request."""
 
 
+class EngineBusy(RuntimeError):
+    """The queue is full; nothing was generated for this request. It may be sent again later."""
+
+
 class RequestFailed(RuntimeError):
     """A fault of the engine that ended one request; others go on. The log says what it was."""

@@ -4,7 +4,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from foreword.core.stats import EngineStats
+
 FinishReason = Literal["stop", "length"]
+# How a model writes a call: as JSON between <tool_call> and </tool_call>, or as JSON and no more.
+ToolStyle = Literal["tagged", "bare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives to report per token; 0 reports the token alone
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    grammar: str = ""  # what the answer's text must be, in llguidance's dialect of Lark
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class ModelCard:
     name: str
     max_model_len: int  # tokens, prompt and continuation together
     vocab_size: int
+    tool_style: ToolStyle | None = None  # None: its chat template knows no tools
 
 
 class Engine(Protocol):
@@ -79,15 +85,27 @@ class Engine(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since start. Cheap, and may be read from any thread."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, after what the model's tokenizer starts every text with. Blocking:
         call it off the event loop."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a rendered chat, ready for the assistant's turn. Blocking.
 
-        Raises RequestError when the model's template refuses the messages."""
+        `tools` are for templates that know them (`card.tool_style`). Raises RequestError when the
+        model's template refuses the messages."""
+        ...
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raises RequestError, which says why, for a grammar that cannot be followed. Blocking."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -98,6 +116,6 @@ class Engine(Protocol):
         """Outputs of all samples as they come; each sample's last one has a finish_reason.
 
         Closing the iterator cancels the request. Raises RequestError for a request that can
-        never fit, EngineStopped when the engine is draining or has failed, RequestFailed when
-        the engine goes on but this request cannot."""
+        never fit, EngineBusy when too many wait, EngineStopped when the engine is draining or has
+        failed, RequestFailed when the engine goes on but this request cannot."""
         ...

@@ -12,22 +12,24 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from jinja2 import TemplateError
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
-from foreword.core.errors import EngineStopped, RequestError, RequestFailed
+from foreword.core.errors import EngineBusy, EngineStopped, RequestError, RequestFailed
 from foreword.core.identity import Identity
 from foreword.core.request import ModelCard, Output, Request
+from foreword.core.stats import EngineStats
+from foreword.engine.grammar import Grammars
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.runner import Part, Runner
 from foreword.engine.scheduler import Scheduler, Step
-from foreword.engine.sequence import Sequence, TextStream
-from foreword.engine.stats import Stats
+from foreword.engine.sequence import Sequence
+from foreword.engine.stats import Counts
+from foreword.engine.text import Text, TextStream
 
 log = logging.getLogger("foreword.engine")
 
@@ -45,6 +47,7 @@ class EngineSettings:
     max_model_len: int | None = None  # tokens; None: the model's own
     kv_bytes: int = 1 << 30  # device memory for KV
     max_num_seqs: int = 64
+    max_queue: int = 256  # sequences that may wait; more are refused
     max_batch_tokens: int = 512  # of one step while others decode
     max_prefill_tokens: int = 2048  # of one step while nothing decodes
     exact: bool = True
@@ -85,13 +88,16 @@ class TorchEngine:
             settings.max_batch_tokens,
             settings.max_prefill_tokens,
         )
-        self.stats = Stats()
+        self._counts = Counts()
         # What clients are told is what fits: a request never needs more than the whole pool.
         self._card = ModelCard(
             settings.served_name or model.name,
             min(model.max_model_len, num_blocks * BLOCK_SIZE),
             model.vocab_size,
+            model.tool_style,
         )
+        self._text = Text(model, self._card.max_model_len)
+        self._grammars = Grammars(model.tokenizer, model.vocab_size, model.end_token_id)
         self._streams: dict[Sequence, Stream] = {}
         self._wake = threading.Condition()
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
@@ -126,6 +132,23 @@ class TorchEngine:
         return self._card
 
     @property
+    def stats(self) -> EngineStats:
+        pool, block_bytes = self.cache.pool, self.model.block_bytes(BLOCK_SIZE)
+        return replace(
+            self._counts.totals,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_evicted_blocks=self.cache.num_evicted_blocks,
+            num_waiting=self._num_waiting,
+            num_running=len(self.scheduler.running),
+            device_bytes=(pool.num_blocks - pool.num_blank) * block_bytes,
+            leased_bytes=pool.num_leased * block_bytes,
+        )
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._inbox)
+
+    @property
     def banner_facts(self) -> dict[str, str]:
         """What the server says of itself at start, in order."""
         pool = self.cache.pool
@@ -153,39 +176,18 @@ class TorchEngine:
         await asyncio.to_thread(self._thread.join)
 
     def encode(self, text: str) -> list[int]:
-        return self._token_ids(text, "prompt", add_special_tokens=True)
+        return self._text.encode(text)
 
-    def encode_chat(self, messages: Items[Mapping[str, Any]]) -> list[int]:
-        if self.model.tokenizer.chat_template is None:
-            raise RequestError(
-                "This model has no chat template: send a text to /v1/completions.", "messages"
-            )
-        try:
-            text = str(
-                self.model.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise RequestError(
-                f"The model's chat template refuses these messages: {error}", "messages"
-            ) from error
-        return self._token_ids(text, "messages", add_special_tokens=False)  # the template's
-
-    def _token_ids(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        limit, longest = self.card.max_model_len, self.model.longest_token
-        if len(text) > limit * longest:  # known without tokenising it, which would take long
-            raise RequestError(
-                f"The prompt has {len(text)} characters: over the limit of {limit} tokens, none of "
-                f"which has more than {longest}.",
-                param,
-            )
-        return self.model.token_ids(text, add_special_tokens)
+    def encode_chat(
+        self, messages: Items[Mapping[str, Any]], tools: Items[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        return self._text.encode_chat(messages, tools)
 
     def decode(self, token_ids: Items[int]) -> str:
-        return str(self.model.tokenizer.decode(list(token_ids)))
+        return self._text.decode(token_ids)
+
+    def check_grammar(self, grammar: str) -> None:
+        self._grammars.matcher(grammar)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         self._validate(request)
@@ -222,6 +224,8 @@ class TorchEngine:
         with self._wake:
             if starts and self._draining:
                 raise EngineStopped(self._refusal)
+            if starts and (num_waiting := self._num_waiting) >= self.settings.max_queue:
+                raise EngineBusy(f"The queue is full: {num_waiting} sequences wait for their turn.")
             self._inbox.append((starts, stream))
             self._wake.notify()
 
@@ -268,7 +272,7 @@ class TorchEngine:
         seed = request.sampling.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "big")
-        tokenizer = self.model.tokenizer.backend_tokenizer
+        tokenizer, grammar = self.model.tokenizer.backend_tokenizer, request.sampling.grammar
         chain = Chain(root, BLOCK_SIZE, request.prompt)
         stream.samples = [
             Sequence(
@@ -277,6 +281,7 @@ class TorchEngine:
                 chain.copy() if index else chain,
                 seed,
                 TextStream(tokenizer, request.sampling.stop),
+                self._grammars.matcher(grammar) if grammar else None,
             )
             for index in range(request.n)
         ]
@@ -309,7 +314,7 @@ class TorchEngine:
             torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
         num_prefilled = sum(num for sequence, num in step.work if not sequence.is_decoding)
         num_decoding = sum(sequence.is_decoding for sequence, _num in step.work)
-        self.stats.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
+        self._counts.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
         ready = [s for s, num in step.work if self.scheduler.settle(s, num)]
         outputs: list[tuple[Stream, Output | RequestFailed]] = []
         for sequence, row in zip(ready, logits, strict=True):
@@ -335,22 +340,23 @@ class TorchEngine:
         for stream, output in outputs:
             if stream.first_token_s is None and isinstance(output, Output):
                 stream.first_token_s = time.monotonic()
-                self._log_first_token(stream, output)
+                self._first_token(stream, output)
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, letters in by_loop.items():
             _call(loop, letters)
 
-    def _log_first_token(self, stream: Stream, output: Output) -> None:
+    def _first_token(self, stream: Stream, output: Output) -> None:
         assert stream.first_token_s is not None
         ttft_s = stream.first_token_s - stream.submitted_s
         num_reused = output.num_cached_tokens
+        self._counts.add_first_token(len(stream.request.prompt), num_reused, ttft_s)
         log.info(
             "request %s: %d tokens reused, %d computed, TTFT %.0f ms, without cache about %.0f ms",
             json.dumps(stream.request.request_id),
             num_reused,
             len(stream.request.prompt) - num_reused,
             ttft_s * 1e3,
-            (ttft_s + self.stats.prefill_s(num_reused)) * 1e3,
+            (ttft_s + self._counts.prefill_s(num_reused)) * 1e3,
         )
 
 

@@ -1,4 +1,4 @@
-"""The default model: the GGUF file inside a PyPI package, converted once into a model folder.
+"""GGUF files, such as the default model's inside a PyPI package: converted once into a folder.
 
 Reading GGUF takes 20 seconds and a gigabyte; a converted folder loads in about a second.
 """

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +24,14 @@ from transformers import (
 from transformers.utils import logging as library_logging
 
 from foreword.core.identity import Identity
-from foreword.engine import gguf
+from foreword.core.request import ToolStyle
 from foreword.engine.attention import IMPLEMENTATION
 from foreword.engine.decoder import fuse
 from foreword.engine.files import digest_of
 from foreword.engine.kv import LayerShape, block_bytes, cache_argument
 from foreword.engine.linear import pack
+from foreword.engine.source import DEFAULT_MODEL, ModelNotFound, ModelRefused, find_model
 
-DEFAULT_MODEL = "smollm2"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYOUT = "layer,keys|values,token,kv_head,head_size"
 _PROBE = "foreword_probe"
@@ -40,14 +41,6 @@ _LENGTH_ROPE = {"dynamic", "longrope"}
 # Said in config.json, yet no part of what a block's bytes depend on.
 _NAMES = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"}
 _log = logging.getLogger("foreword.model")
-
-
-class ModelNotFound(ValueError):
-    """There is no loadable model where the user said."""
-
-
-class ModelRefused(ValueError):
-    """A model that loads but whose KV cannot be shared in blocks; says which and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +90,22 @@ class LoadedModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
+    @property
+    def end_token_id(self) -> int | None:
+        """The token that ends an answer; where there are several, the tokenizer's own."""
+        own: int | None = self.tokenizer.eos_token_id
+        if own in self.eos_token_ids or not self.eos_token_ids:
+            return own
+        return min(self.eos_token_ids)
+
+    @property
+    def tool_style(self) -> ToolStyle | None:
+        """How the model writes tool calls, as its chat template shows; None where that has none."""
+        template = str(self.tokenizer.chat_template)
+        if not re.search(r"\btools\b", template):
+            return None
+        return "tagged" if "<tool_call>" in template else "bare"
+
     @cached_property
     def longest_token(self) -> int:
         """Characters (in byte-level tokenizers bytes) of the longest token."""
@@ -115,7 +124,7 @@ def load_model(
     device: str = "cpu",
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Load "smollm2" or a local Hugging Face folder.
+    """Load "smollm2", a Hugging Face folder, a GGUF file or ORG/NAME of the hub.
 
     `max_model_len` (tokens) may exceed what the model was trained for; that is logged.
     Raises ModelNotFound, or ModelRefused for a model whose KV cannot be shared.
@@ -123,7 +132,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    folder = _find(source)
+    folder, name = find_model(source)
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(folder),
         "local_files_only": True,
@@ -160,7 +169,7 @@ def load_model(
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
-        name=DEFAULT_MODEL if source == DEFAULT_MODEL else folder.name,
+        name=name,
         folder=folder,
         max_model_len=_model_len(config.get_text_config(), max_model_len),
         layers=layers,
@@ -169,33 +178,6 @@ def load_model(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         ),
     )
-
-
-def _find(source: str) -> Path:
-    if source == DEFAULT_MODEL and not Path(source).is_dir():
-        packaged = gguf.packaged_gguf()
-        if packaged is None:
-            raise ModelNotFound(f"the default model is not installed: {gguf.INSTALL}")
-        try:
-            return gguf.converted(packaged)
-        except OSError as error:
-            raise ModelNotFound(
-                f"the cache folder cannot be used to convert the default model: {error}. "
-                "Set FOREWORD_CACHE_DIR to another one"
-            ) from error
-    try:
-        folder = Path(source).expanduser()
-        found = folder.is_dir()
-    except (OSError, RuntimeError):  # a name too long, or the home of nobody
-        found = False
-    if not found:
-        raise ModelNotFound(
-            f"no model at {source!r}: give {DEFAULT_MODEL!r} or a local Hugging Face folder"
-        )
-    for pattern in ("config.json", "*.safetensors"):
-        if not any(folder.glob(pattern)):
-            raise ModelNotFound(f"{folder} is no Hugging Face model folder: it has no {pattern}")
-    return folder.resolve()
 
 
 def refuse_by_config(config: Any) -> None:

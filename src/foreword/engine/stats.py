@@ -1,24 +1,33 @@
-"""How much the engine prefilled, and the measured price of it."""
+"""What the engine thread counts, and the measured price of a prefill."""
 
-from dataclasses import dataclass
+from foreword.core.stats import EngineStats
 
 _LONG = 256  # tokens; a shorter step's seconds are mostly not its tokens'
 
 
-@dataclass(slots=True)
-class Stats:
-    """Since start. Tokens are counted when computed; reused ones never are."""
+class Counts:
+    """Written by the engine thread alone; `totals` has no gauges, which its owner adds."""
 
-    num_prefilled_tokens: int = 0
-    _prefill_step_s: float = 0.0
-    _prefill_step_tokens: int = 0
+    def __init__(self) -> None:
+        self.totals = EngineStats()
+        self._prefill_step_s = 0.0
+        self._prefill_step_tokens = 0
 
     def add_step(self, num_prefilled: int, num_decoding: int, seconds: float) -> None:
         """One step: prompt tokens computed, sequences that decoded beside them, seconds in all."""
-        self.num_prefilled_tokens += num_prefilled
+        self.totals.num_prefilled_tokens += num_prefilled
+        self.totals.num_decoded_tokens += num_decoding
         if num_prefilled >= _LONG and not num_decoding:
             self._prefill_step_s += seconds
             self._prefill_step_tokens += num_prefilled
+
+    def add_first_token(self, num_prompt: int, num_reused: int, ttft_s: float) -> None:
+        """A request's: the tokens of its prompt, and how many of them were known."""
+        self.totals.num_queries += 1
+        self.totals.num_hits += num_reused > 0
+        self.totals.num_hit_tokens += num_reused
+        self.totals.num_miss_tokens += num_prompt - num_reused
+        self.totals.ttft_s.add(ttft_s)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that prefilling `num_tokens` would have taken at the average so far. 0 before

@@ -1,13 +1,13 @@
 """Outputs in OpenAI's shapes: chunks of a stream, or one whole answer."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreword.core.request import FinishReason, Output, TokenLogprob
+from foreword.core.request import Output, TokenLogprob
 from foreword.server.openai import Call
+from foreword.server.tools import ToolCalls
 
 LOGPROB_MIN = -9999.0  # OpenAI's word for "very unlikely"; JSON has no minus infinity
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for part of a character
@@ -19,9 +19,11 @@ Decode = Callable[[tuple[int, ...]], str]
 class Sample:
     """What has come of one sample."""
 
+    parser: ToolCalls | None  # None: no tools, all is text
     text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # in the shape of its kind
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
 
 
 class Answer:
@@ -32,38 +34,65 @@ class Answer:
         self._is_chat = call.kind == "chat"
         self._decode = decode
         self._created = int(time.time())
-        self._samples: defaultdict[int, Sample] = defaultdict(Sample)
+        self._samples: dict[int, Sample] = {}
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}  # by request
         self._params = call.requests[0].sampling
 
-    def add(self, output: Output) -> dict[str, Any] | None:
-        """Take one output in; returns its logprobs in the shape of a choice, None if not asked."""
-        sample = self._samples[output.index]
+    def add(self, output: Output) -> None:
+        """Take one output in."""
+        self._take(output)
+
+    def _take(self, output: Output) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+        """Take one output in; returns its choice without text, then new text and new calls."""
+        sample = self._sample(output.index)
         self._num_completion += len(output.token_ids)
         # Later samples reuse the prompt that the first computed: the least is the request's own.
         number = output.index // self._call.requests[0].n
         cached = self._num_cached.get(number, output.num_cached_tokens)
         self._num_cached[number] = min(cached, output.num_cached_tokens)
-        sample.text += output.text
         sample.finish_reason = output.finish_reason
-        if self._params.logprobs is None:
-            return None
-        shape = self._chat_logprob if self._is_chat else self._text_logprob
-        new = [shape(logprob) for logprob in output.logprobs]
-        sample.logprobs += new
-        return self._logprobs(new)
+        text, calls = output.text, list[dict[str, Any]]()
+        if sample.parser is not None:
+            text, calls = sample.parser.push(output.text)
+            if output.finish_reason is not None:
+                last_text, last_calls = sample.parser.flush()
+                text, calls = text + last_text, calls + last_calls
+                if sample.parser.num_calls and output.finish_reason == "stop":
+                    sample.finish_reason = "tool_calls"
+        sample.text += text
+        sample.calls += calls
+        logprobs = None
+        if self._params.logprobs is not None:
+            shape = self._chat_logprob if self._is_chat else self._text_logprob
+            new = [shape(logprob) for logprob in output.logprobs]
+            sample.logprobs += new
+            logprobs = self._logprobs(new)
+        choice = {"index": output.index, "logprobs": logprobs}
+        return {**choice, "finish_reason": sample.finish_reason}, text, calls
+
+    def _sample(self, index: int) -> Sample:
+        if index not in self._samples:
+            names, style = self._call.tools.names, self._call.tool_style
+            self._samples[index] = Sample(ToolCalls(names, style) if names else None)
+        return self._samples[index]
 
     def chunks(self, output: Output) -> list[dict[str, Any]]:
         """The stream events that an output makes: its own, and before a chat's first the role."""
         starts = self._is_chat and output.index not in self._samples
-        logprobs = self.add(output)
-        choice = {"index": output.index, "logprobs": logprobs, "finish_reason": None}
-        key, text = ("delta", {"content": output.text}) if self._is_chat else ("text", output.text)
-        made = [{**choice, key: text, "finish_reason": output.finish_reason}]
+        choice, text, calls = self._take(output)
+        if not self._is_chat:
+            return [self._event({**choice, "text": text})]
+        made = []
         if starts:
-            role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            made.insert(0, {**choice, **role})
+            role = {"role": "assistant", "content": ""}
+            made.append({**choice, "delta": role, "logprobs": None, "finish_reason": None})
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        if calls:
+            first = len(self._sample(output.index).calls) - len(calls)
+            numbered = [{"index": first + at, **call} for at, call in enumerate(calls)]
+            delta["tool_calls"] = numbered
+        made.append({**choice, "delta": delta})
         return [self._event(choice) for choice in made]
 
     def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +107,9 @@ class Answer:
         choices = []
         for index, sample in sorted(self._samples.items()):
             asked = self._params.logprobs is not None
-            message = {"role": "assistant", "content": sample.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+            if sample.calls:
+                message |= {"content": sample.text or None, "tool_calls": sample.calls}
             choices.append(
                 {
                     "index": index,

@@ -2,40 +2,52 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import lru_cache, partial
 from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from foreword.core import request as core
-from foreword.core.errors import EngineStopped, RequestError, RequestFailed
+from foreword.core.errors import EngineBusy, EngineStopped, RequestError, RequestFailed
 from foreword.server.answer import Answer
 from foreword.server.errors import ApiError, error_body
+from foreword.server.metrics import CONTENT_TYPE, exposition
 from foreword.server.openai import Call, Kind, check_model, parse
 from foreword.server.stream import EventStream, merged, unless_gone
+from foreword.server.tenants import Tenants
+from foreword.server.tokens import detokenize, tokenize
 
 BODY_BYTES_MAX = 32 << 20
-ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+BODY_S_MAX = 60.0  # to send a body
+RETRY_AFTER_S = 1
+ROUTES = (
+    "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, "
+    "GET /v1/models, GET /health and GET /metrics"
+)
 
 
 class Api:
-    """The endpoints over one engine."""
+    """The endpoints over one engine. With `api_keys` each key is a tenant of its own."""
 
-    def __init__(self, engine: core.Engine) -> None:
+    def __init__(self, engine: core.Engine, api_keys: Sequence[str]) -> None:
         self._engine = engine
+        self._tenants = Tenants(api_keys)
         self._decode = lru_cache(maxsize=1 << 16)(engine.decode)
         self._created = int(time.time())
         self._stopped = False  # an engine that stopped once never serves again
 
     async def complete(self, request: Request, kind: Kind) -> Response:
+        tenant = self._tenants.of(request.headers.get("authorization"))
         raw = await _read(request)
-        call = await asyncio.to_thread(parse, self._engine, kind, raw)
+        call = await asyncio.to_thread(parse, self._engine, kind, raw, tenant)
         answer = Answer(call, self._decode)
         outputs = self._outputs(call)
         if call.stream:
@@ -59,10 +71,20 @@ class Api:
             self._stopped = True
             raise
 
-    async def models(self, _request: Request) -> Response:
+    async def tokenize(self, request: Request) -> Response:
+        self._tenants.of(request.headers.get("authorization"))
+        return JSONResponse(await asyncio.to_thread(tokenize, self._engine, await _read(request)))
+
+    async def detokenize(self, request: Request) -> Response:
+        self._tenants.of(request.headers.get("authorization"))
+        return JSONResponse(await asyncio.to_thread(detokenize, self._engine, await _read(request)))
+
+    async def models(self, request: Request) -> Response:
+        self._tenants.of(request.headers.get("authorization"))
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
+        self._tenants.of(request.headers.get("authorization"))
         check_model(self._engine, request.path_params["name"])
         return JSONResponse(self._model())
 
@@ -81,18 +103,26 @@ class Api:
             return JSONResponse({"status": "stopped"}, 503)
         return JSONResponse({"status": "ok"})
 
+    async def metrics(self, _request: Request) -> Response:
+        return Response(exposition(self._engine.stats), headers={"Content-Type": CONTENT_TYPE})
+
 
 async def _read(request: Request) -> bytes:
     """The body. One that is too large is read to its end and dropped on the way: a client that is
     still sending would not see the answer."""
     body = bytearray()
     num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= BODY_BYTES_MAX:
-            body += chunk
-        else:
-            body.clear()
+    try:
+        async with asyncio.timeout(BODY_S_MAX):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes <= BODY_BYTES_MAX:
+                    body += chunk
+                else:
+                    body.clear()
+    except TimeoutError as error:
+        message = f"The body did not come within {BODY_S_MAX:.0f} seconds."
+        raise ApiError(message, code="body_too_slow", status=408) from error
     if num_bytes > BODY_BYTES_MAX:
         message = f"The body has {num_bytes} bytes; at most {BODY_BYTES_MAX} are read."
         raise ApiError(message, code="body_too_large", status=413)
@@ -109,6 +139,8 @@ async def _on_error(_request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nginx's word for it; nobody reads it
     if isinstance(error, EngineStopped):
         return JSONResponse(error_body(error), 503)
+    if isinstance(error, EngineBusy):
+        return JSONResponse(error_body(error), 429, {"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, RequestFailed):
         return JSONResponse(error_body(error), 500)
     return JSONResponse(error_body(error), error.status if isinstance(error, ApiError) else 400)
@@ -117,7 +149,8 @@ async def _on_error(_request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}. This server has {ROUTES}."
-    refusal = ApiError(message, code="unknown_url", status=error.status_code)
+    code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
+    refusal = ApiError(message, code=code, status=error.status_code)
     return JSONResponse(error_body(refusal), refusal.status, headers=error.headers)
 
 
@@ -125,19 +158,29 @@ async def _on_bug(_request: Request, _error: Exception) -> Response:
     return JSONResponse(error_body(RuntimeError("The server failed; its log says why.")), 500)
 
 
-def create_app(engine: core.Engine) -> Starlette:
-    """The ASGI application that serves `engine`. Starting and stopping it is the caller's."""
-    api = Api(engine)
-    return Starlette(
+def create_app(
+    engine: core.Engine, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()
+) -> ASGIApp:
+    """The ASGI application that serves `engine`. Starting and stopping it is the caller's.
+
+    With `api_keys` every route but /health and /metrics asks for one; pages of `cors_origins` ("*"
+    for all) may call from a browser.
+    """
+    api = Api(engine, api_keys)
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", partial(api.complete, kind="chat"), methods=["POST"]),
             Route("/v1/completions", partial(api.complete, kind="text"), methods=["POST"]),
+            Route("/tokenize", api.tokenize, methods=["POST"]),
+            Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/health", api.health),
+            Route("/metrics", api.metrics),
         ],
         exception_handlers={
             RequestError: _on_error,
+            EngineBusy: _on_error,
             EngineStopped: _on_error,
             RequestFailed: _on_error,
             ClientDisconnect: _on_error,
@@ -145,3 +188,6 @@ def create_app(engine: core.Engine) -> Starlette:
             Exception: _on_bug,
         },
     )
+    if not cors_origins:
+        return app
+    return CORSMiddleware(app, cors_origins, allow_methods=["*"], allow_headers=["*"])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from foreword.core.errors import RequestError
+from foreword.core.errors import EngineBusy, RequestError
 
 
 class ApiError(RequestError):
@@ -18,12 +18,10 @@ class ApiError(RequestError):
 
 def error_body(error: Exception) -> dict[str, Any]:
     """`{"error": ...}` for any exception; of one that is no refusal, the client is not to blame."""
-    refused = isinstance(error, RequestError)
-    return {
-        "error": {
-            "message": str(error),
-            "type": "invalid_request_error" if refused else "server_error",
-            "param": error.param if isinstance(error, RequestError) else None,
-            "code": error.code if isinstance(error, ApiError) else None,
-        }
-    }
+    kind, param, code = "server_error", None, None
+    if isinstance(error, RequestError):
+        kind, param = "invalid_request_error", error.param
+        code = error.code if isinstance(error, ApiError) else None
+    elif isinstance(error, EngineBusy):
+        kind, code = "rate_limit_error", "queue_full"
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}

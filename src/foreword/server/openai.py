@@ -8,9 +8,12 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from foreword.core.request import Engine, Request, SamplingParams
+from foreword.core.request import Engine, Request, SamplingParams, ToolStyle
 from foreword.server.errors import ApiError
 from foreword.server.fields import Fields, parse_object, shown, wrong_type
+from foreword.server.formats import response_grammar
+from foreword.server.messages import parse_messages
+from foreword.server.tools import Tools, parse_tools, told
 
 Kind = Literal["chat", "text"]
 
@@ -29,16 +32,15 @@ COMMON = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", *IGNORED),
 )
 KNOWN: dict[Kind, tuple[str, ...]] = {
-    "chat": (*COMMON, "messages", "max_completion_tokens", "top_logprobs"),
+    "chat": (
+        *(*COMMON, "messages", "max_completion_tokens", "top_logprobs"),
+        *("tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    ),
     "text": (*COMMON, "prompt"),
 }
 # Fields of the API that this server does not have, with the values that ask for nothing.
 UNSUPPORTED: dict[Kind, dict[str, tuple[Any, ...]]] = {
     "chat": {
-        "response_format": ({"type": "text"},),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -59,15 +61,6 @@ UNSUPPORTED: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "suffix": ("",),
     },
 }
-ROLES = ("system", "developer", "user", "assistant")
-UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +74,13 @@ class Call:
     requests: tuple[Request, ...]
     stream: bool
     include_usage: bool
+    tools: Tools
+    tool_style: ToolStyle
 
 
-def parse(engine: Engine, kind: Kind, raw: bytes) -> Call:
-    """Read a body. Raises RequestError (mostly ApiError) for everything that cannot be served."""
+def parse(engine: Engine, kind: Kind, raw: bytes, tenant: str = "") -> Call:
+    """Read a body. A tenant's cache is its own, whatever salts others send. Raises RequestError
+    (mostly ApiError) for everything that cannot be served."""
     fields = Fields(parse_object(raw))
     fields.only(KNOWN[kind], UNSUPPORTED[kind])
     check_model(engine, fields.required("model"))
@@ -92,10 +88,14 @@ def parse(engine: Engine, kind: Kind, raw: bytes) -> Call:
     include_usage = _include_usage(fields, stream)
     n = fields.integer("n", 1, 1, MAX_N) or 1
     salt = fields.text("cache_salt", "", MAX_SALT_CHARACTERS)
+    salt = f"{tenant}:{salt}" if tenant else salt
     asked = _max_tokens(fields)
     sampling = _sampling(engine, kind, fields)
+    style, tools = engine.card.tool_style or "tagged", Tools()
     if kind == "chat":
-        prompts = [_chat_prompt(engine, fields)]
+        tools = parse_tools(fields)
+        sampling["grammar"] = _grammar(engine, fields, tools.grammar(style), sampling["ignore_eos"])
+        prompts = [chat_prompt(engine, fields, tools)]
     else:
         prompts = _text_prompts(engine, fields, MAX_N // n)
     call_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
@@ -111,7 +111,9 @@ def parse(engine: Engine, kind: Kind, raw: bytes) -> Call:
         request_id = f"{call_id}-{at}" if len(prompts) > 1 else call_id
         params = SamplingParams(max_tokens, **sampling)
         requests.append(Request(request_id, tuple(prompt), params, n, salt))
-    return Call(kind, engine.card.name, call_id, tuple(requests), stream, include_usage)
+    return Call(
+        kind, engine.card.name, call_id, tuple(requests), stream, include_usage, tools, style
+    )
 
 
 def check_model(engine: Engine, name: Any) -> None:
@@ -225,16 +227,16 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
 def _text_prompts(engine: Engine, fields: Fields, num_max: int) -> list[list[int]]:
     prompt = fields.required("prompt")
     if not isinstance(prompt, list) or not any(isinstance(item, str | list) for item in prompt):
-        return [_text_prompt(engine, "prompt", prompt)]
+        return [text_prompt(engine, "prompt", prompt)]
     if len(prompt) > num_max:
         raise ApiError(
             f"'prompt' holds {len(prompt)} prompts; with this 'n' at most {num_max} are allowed.",
             "prompt",
         )
-    return [_text_prompt(engine, f"prompt[{at}]", item) for at, item in enumerate(prompt)]
+    return [text_prompt(engine, f"prompt[{at}]", item) for at, item in enumerate(prompt)]
 
 
-def _text_prompt(engine: Engine, path: str, prompt: Any) -> list[int]:
+def text_prompt(engine: Engine, path: str, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         ids = engine.encode(prompt)
     elif isinstance(prompt, list):
@@ -260,53 +262,24 @@ def token_ids(engine: Engine, path: str, items: list[Any]) -> list[int]:
     return items
 
 
-def _chat_prompt(engine: Engine, fields: Fields) -> list[int]:
-    messages = fields.required("messages")
-    if not isinstance(messages, list):
-        raise wrong_type("messages", "a list of messages", messages)
-    if not messages:
-        raise ApiError("'messages' is empty: send at least one.", "messages")
-    return engine.encode_chat([_message(f"messages[{i}]", m) for i, m in enumerate(messages)])
-
-
-def _message(path: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise wrong_type(path, "an object with role and content", value)
-    fields = Fields(value, path)
-    role = fields.required("role")
-    if role not in ROLES:
-        known = ", ".join(ROLES)
+def _grammar(engine: Engine, fields: Fields, call_grammar: str, ignore_eos: bool) -> str:
+    """What the answer must follow: a response format, or that it be a tool call."""
+    grammar = response_grammar(fields)
+    if grammar and call_grammar:
         raise ApiError(
-            f"'{path}.role' is {shown(role)}; this server takes {known}.", f"{path}.role"
+            "'response_format' asks for JSON and 'tool_choice' for a call: send one of them.",
+            "response_format",
         )
-    fields.only(("role", "content", "name"), UNSUPPORTED_IN_MESSAGE)
-    message = {"role": "system" if role == "developer" else role}
-    if "name" in fields:
-        message["name"] = fields.text("name", "", 64)
-    return {**message, "content": _content(f"{path}.content", fields.required("content"))}
+    grammar = grammar or call_grammar
+    if grammar and ignore_eos:
+        raise ApiError("An answer with a format has an end: leave out 'ignore_eos'.", "ignore_eos")
+    if grammar:
+        engine.check_grammar(grammar)
+    return grammar
 
 
-def _content(path: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong_type(path, "a string or a list of text parts", value)
-    texts = []
-    for at, part in enumerate(value):
-        here = f"{path}[{at}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind is None:
-            raise wrong_type(here, 'a part such as {"type": "text", "text": "..."}', part)
-        if kind != "text":
-            raise ApiError(
-                f"'{here}' is a part of type {shown(kind)}; only 'text' parts are supported.",
-                f"{here}.type",
-                "unsupported_value",
-            )
-        fields = Fields(part, here)
-        fields.only(("type", "text"), {})
-        text = fields.required("text")
-        if not isinstance(text, str):
-            raise wrong_type(f"{here}.text", "a string", text)
-        texts.append(text)
-    return "\n".join(texts)
+def chat_prompt(engine: Engine, fields: Fields, tools: Tools) -> list[int]:
+    messages = parse_messages(fields)
+    if engine.card.tool_style is None:
+        return engine.encode_chat(told(messages, tools))
+    return engine.encode_chat(messages, tools.definitions)

@@ -84,7 +84,8 @@ class EventStream(StreamingResponse):
         super().__init__(
             _events(first, rest, answer, include_usage),
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
+            # A proxy that gathered events would make a stream a whole answer (nginx's header).
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._outputs = rest
 

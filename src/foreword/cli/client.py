@@ -1,0 +1,98 @@
+"""A server of OpenAI's API as a client sees it: one that runs, or one started for a while."""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from foreword.cli.failure import Failure
+
+START_S = 180.0  # to load a model
+ANSWER_S = 300.0  # between two parts of an answer
+
+
+class Client:
+    """`url` is a server's address, with or without /v1. Raises Failure for one that is no URL."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if parts.scheme not in kinds or not parts.hostname:
+            raise Failure(f"{url!r} is no server's URL: http://127.0.0.1:8000", "usage")
+        self.url = url
+        self._connect, self._host, self._port = kinds[parts.scheme], parts.hostname, parts.port
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model(self, timeout_s: float = 5.0) -> str:
+        """The name of the first model that it serves. Raises OSError while it does not answer."""
+        with closing(self._connect(self._host, self._port, timeout=timeout_s)) as connection:
+            connection.request("GET", f"{self._path}/v1/models", headers=self._headers)
+            return str(self._json(connection.getresponse())["data"][0]["id"])
+
+    def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a streamed answer. Raises Failure with the server's words where it refuses
+        or fails, OSError where it is gone. Closing the iterator cancels the request."""
+        with closing(self._connect(self._host, self._port, timeout=ANSWER_S)) as connection:
+            payload = json.dumps({**body, "stream": True})
+            connection.request("POST", f"{self._path}{path}", payload, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                self._json(response)
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise Failure(event["error"]["message"], "failed")
+                    yield event
+
+    def _json(self, response: http.client.HTTPResponse) -> dict[str, Any]:
+        raw = response.read()
+        try:
+            answer = json.loads(raw)
+            if response.status == 200:
+                return dict(answer)
+            reason = str(answer["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            reason = f"{self.url} answers {response.status} and no JSON: is it an OpenAI server?"
+        raise Failure(reason, "failed")
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[tuple[Client, str]]:
+    """A `foreword serve` on a free port of this machine while the context lasts, and its model."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "foreword.cli.main", "serve", *flags, "--port", str(port)]
+    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would fill and block it
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            client = Client(f"http://127.0.0.1:{port}")
+            yield client, _wait_until_ready(process, client, log)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", client: Client, log: IO[bytes]) -> str:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().split("\n")[-1]
+            raise Failure(f"the server ended: {last}", "failed")
+        try:
+            return client.model()
+        except OSError:
+            time.sleep(0.2)
+    raise Failure(f"the server was not ready after {START_S:.0f} s", "failed")

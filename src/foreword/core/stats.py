@@ -1,0 +1,56 @@
+"""What an engine has counted since its start, for whoever shows it."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# Seconds. From a cached prompt on a fast device to a long one on a slow.
+LATENCY_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations by upper bound; `counts` has one more, for those above all bounds."""
+
+    bounds: tuple[float, ...] = LATENCY_BOUNDS
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> Iterable[tuple[str, int]]:
+        """Prometheus's view: by bound, how many observations are at most that."""
+        num = 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            num += count
+            yield bound, num
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since start, and how things stand now. Tokens are counted when computed; a request
+    when its first token comes, so one that was cancelled before is in none of the cache's counts.
+    """
+
+    num_queries: int = 0  # requests that looked for a known prefix
+    num_hits: int = 0  # those that found one
+    num_hit_tokens: int = 0  # prompt tokens found
+    num_miss_tokens: int = 0  # prompt tokens that were not
+    num_prefilled_tokens: int = 0
+    num_decoded_tokens: int = 0
+    num_preemptions: int = 0
+    num_evicted_blocks: int = 0
+    ttft_s: Histogram = field(default_factory=Histogram)
+    offload_read_s: Histogram = field(default_factory=Histogram)
+    offload_write_s: Histogram = field(default_factory=Histogram)
+    restore_stall_s: float = 0.0  # steps that waited for a restore
+    num_waiting: int = 0  # sequences that hold no blocks
+    num_running: int = 0
+    device_bytes: int = 0  # of blocks that hold KV, leased or cached
+    leased_bytes: int = 0  # of those, the blocks of running sequences
+    host_bytes: int = 0

@@ -1,0 +1,153 @@
+"""`/metrics`: an engine's counts as Prometheus reads them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from foreword.core.stats import EngineStats, Histogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One metric. `kind` is Prometheus's; a counter's name has no `_total` here."""
+
+    name: str
+    kind: str
+    help: str
+    of: Callable[[EngineStats], float | Histogram]
+
+    def family(self, stats: EngineStats) -> Metric:
+        value = self.of(stats)
+        if isinstance(value, Histogram):
+            buckets = list(value.cumulative())
+            return HistogramMetricFamily(self.name, self.help, buckets, sum_value=value.total)
+        family = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        return family(self.name, self.help, value=value)
+
+
+SHOWN = (
+    Shown(
+        "foreword_prefix_cache_queries",
+        "counter",
+        "Requests that looked for a known prefix. The hit rate is hits / queries.",
+        lambda stats: stats.num_queries,
+    ),
+    Shown(
+        "foreword_prefix_cache_hits",
+        "counter",
+        "Requests that found one, of at least one token.",
+        lambda stats: stats.num_hits,
+    ),
+    Shown(
+        "foreword_prefix_cache_hit_tokens",
+        "counter",
+        "Prompt tokens that were known and not computed.",
+        lambda stats: stats.num_hit_tokens,
+    ),
+    Shown(
+        "foreword_prefix_cache_miss_tokens",
+        "counter",
+        "Prompt tokens that were computed.",
+        lambda stats: stats.num_miss_tokens,
+    ),
+    Shown(
+        "foreword_ttft_seconds",
+        "histogram",
+        "Time from a request's arrival in the engine to its first token.",
+        lambda stats: stats.ttft_s,
+    ),
+    Shown(
+        "foreword_kv_cache_gpu_usage_bytes",
+        "gauge",
+        "Blocks of the device's pool that hold KV, leased or cached. With --device cpu the pool is "
+        "in main memory.",
+        lambda stats: stats.device_bytes,
+    ),
+    Shown(
+        "foreword_kv_cache_gpu_leased_bytes",
+        "gauge",
+        "Of those, the blocks of running sequences; the rest can be evicted at any time.",
+        lambda stats: stats.leased_bytes,
+    ),
+    Shown(
+        "foreword_kv_cache_cpu_usage_bytes",
+        "gauge",
+        "KV in the host tier. 0 without one.",
+        lambda stats: stats.host_bytes,
+    ),
+    Shown(
+        "foreword_kv_cache_offload_read_latency_seconds",
+        "histogram",
+        "Reads from tiers below the device. Empty without one.",
+        lambda stats: stats.offload_read_s,
+    ),
+    Shown(
+        "foreword_kv_cache_offload_write_latency_seconds",
+        "histogram",
+        "Writes to tiers below the device. Empty without one.",
+        lambda stats: stats.offload_write_s,
+    ),
+    Shown(
+        "foreword_kv_cache_eviction_count",
+        "counter",
+        "Cached blocks that gave way to others on the device.",
+        lambda stats: stats.num_evicted_blocks,
+    ),
+    Shown(
+        "foreword_gpu_stall_due_to_kv_restore_seconds",
+        "counter",
+        "Time in which the device waited for a restore.",
+        lambda stats: stats.restore_stall_s,
+    ),
+    Shown(
+        "foreword_prefill_tokens",
+        "counter",
+        "Prompt tokens computed, those of preempted requests that return too.",
+        lambda stats: stats.num_prefilled_tokens,
+    ),
+    Shown(
+        "foreword_decode_tokens",
+        "counter",
+        "Tokens computed by sequences that write.",
+        lambda stats: stats.num_decoded_tokens,
+    ),
+    Shown(
+        "foreword_queue_depth",
+        "gauge",
+        "Sequences that wait for blocks or for their turn.",
+        lambda stats: stats.num_waiting,
+    ),
+    Shown(
+        "foreword_running_sequences",
+        "gauge",
+        "Sequences that hold blocks.",
+        lambda stats: stats.num_running,
+    ),
+    Shown(
+        "foreword_preemptions",
+        "counter",
+        "Sequences that had to give their blocks back and wait.",
+        lambda stats: stats.num_preemptions,
+    ),
+)
+
+
+class _Collected:
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for shown in SHOWN:
+            yield shown.family(self._stats)
+
+
+def exposition(stats: EngineStats) -> bytes:
+    """All metrics in Prometheus's text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(stats))
+    return generate_latest(registry)

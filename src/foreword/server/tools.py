@@ -1,0 +1,221 @@
+"""Tools: what a request offers, how a model is told of them, and the calls in what it writes.
+
+A model whose chat template knows tools is told by that, and writes calls in its own style. To any
+other, the style of Hermes is explained in the system message.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.core.request import ToolStyle
+from foreword.server.errors import ApiError
+from foreword.server.fields import Fields, shown, wrong_type
+from foreword.server.formats import json_rule, schema_of
+
+MAX_TOOLS = 128
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_TOLD = """You may call tools. These are theirs, as JSON, one in a line:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments as JSON, so:
+<tool_call>
+{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
+</tool_call>"""
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """`definitions` as the request has them. `names` are those that may be called, and `must` says
+    that one has to be."""
+
+    definitions: tuple[dict[str, Any], ...] = ()
+    names: tuple[str, ...] = ()
+    must: bool = False
+    several: bool = True
+
+    def grammar(self, style: ToolStyle) -> str:
+        """Of an answer that must be a call; empty where it need not."""
+        if not self.must:
+            return ""
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    _arguments_key(style): tool["function"].get("parameters") or {"type": "object"},
+                },
+                "required": ["name", _arguments_key(style)],
+                "additionalProperties": False,
+            }
+            for tool in self.definitions
+            if tool["function"]["name"] in self.names
+        ]
+        call = json_rule({"anyOf": calls})
+        if style == "bare":
+            return f"start: call\ncall: {call}"
+        more = ' ("\\n" tagged)*' if self.several else ""
+        return f'start: tagged{more}\ntagged: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: {call}'
+
+
+def _arguments_key(style: ToolStyle) -> str:
+    return "parameters" if style == "bare" else "arguments"
+
+
+def parse_tools(fields: Fields) -> Tools:
+    """The request's `tools`, `tool_choice` and `parallel_tool_calls`."""
+    offered = fields.get("tools") or []
+    if not isinstance(offered, list):
+        raise wrong_type("tools", "a list of tools", offered)
+    if len(offered) > MAX_TOOLS:
+        raise ApiError(
+            f"'tools' has {len(offered)} tools; at most {MAX_TOOLS} are allowed.", "tools"
+        )
+    definitions = tuple(_definition(f"tools[{at}]", tool) for at, tool in enumerate(offered))
+    names = tuple(tool["function"]["name"] for tool in definitions)
+    several = "parallel_tool_calls" not in fields or fields.boolean("parallel_tool_calls")
+    choice = fields.get("tool_choice")
+    if choice is None or choice == "auto":
+        return Tools(definitions, names, several=several)
+    if choice == "none":
+        return Tools()
+    if not definitions:
+        raise ApiError("'tool_choice' needs 'tools'.", "tool_choice")
+    if choice == "required":
+        return Tools(definitions, names, must=True, several=several)
+    if not isinstance(choice, dict):
+        raise wrong_type("tool_choice", "'none', 'auto', 'required' or a function", choice)
+    wanted = Fields(choice, "tool_choice")
+    wanted.only(("function",), {"type": ("function",)})
+    named = Fields(wanted.object("function"), "tool_choice.function")
+    name = named.required("name")
+    if name not in names:
+        raise ApiError(
+            f"'tool_choice.function.name' is {shown(name)}; 'tools' has no such function.",
+            "tool_choice.function.name",
+        )
+    return Tools(definitions, (name,), must=True, several=False)
+
+
+def _definition(path: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object with type and function", value)
+    fields = Fields(value, path)
+    fields.only(("function",), {"type": ("function",)})
+    fields.required("type")
+    fields.required("function")
+    function = Fields(fields.object("function"), f"{path}.function")
+    function.only(("name", "description", "parameters", "strict"), {})
+    name = function.required("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise wrong_type(
+            f"{path}.function.name", "1 to 64 letters, digits, dashes or underscores", name
+        )
+    if "description" in function and not isinstance(function.get("description"), str):
+        raise wrong_type(f"{path}.function.description", "a string", function.get("description"))
+    if "parameters" in function:
+        schema_of(function, "parameters")
+    return value
+
+
+def told(messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    """The same chat for a model whose template knows no tools: the tools in the system message,
+    calls and results as text."""
+    told = [_as_text(message) for message in messages]
+    if not tools.definitions:
+        return told
+    lines = "\n".join(
+        json.dumps(tool["function"], ensure_ascii=False) for tool in tools.definitions
+    )
+    explained = _TOLD.format(tools=lines)
+    if told and told[0]["role"] == "system":
+        explained = f"{told.pop(0)['content']}\n\n{explained}"
+    return [{"role": "system", "content": explained}, *told]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        content = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": content}
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [
+        f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}"
+        for call in message.get("tool_calls", ())
+    ]
+    if calls:
+        plain["content"] = "\n".join([*([plain["content"]] if plain["content"] else []), *calls])
+    return plain
+
+
+class ToolCalls:
+    """Splits an answer, as it comes, into text and calls. What is no call of a known tool stays
+    text, as the model wrote it."""
+
+    def __init__(self, names: Sequence[str], style: ToolStyle) -> None:
+        self._names, self._style = frozenset(names), style
+        self._held = ""
+        self.num_calls = 0
+
+    def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the calls that are certain now."""
+        self._held += text
+        if self._style == "bare":
+            # A call is all of the answer, so nothing is certain while it may still become one.
+            if self._held.lstrip()[:1] in ("", "{", "[") and not self.num_calls:
+                return "", []
+            said, self._held = self._held, ""
+            return said, []
+        said, calls = "", []
+        while (start := self._held.find(OPEN)) >= 0:
+            stop = self._held.find(CLOSE, start)
+            if stop < 0:
+                break
+            inside = self._held[start + len(OPEN) : stop]
+            found = self._calls(inside)
+            said += self._held[:start] if found else self._held[: stop + len(CLOSE)]
+            calls += found
+            self._held = self._held[stop + len(CLOSE) :]
+            if found:
+                self._held = self._held.lstrip()
+        if start < 0:
+            start = len(self._held) - _overlap(self._held)
+        said, self._held = said + self._held[:start], self._held[start:]
+        return (said if not calls or said.strip() else ""), calls
+
+    def flush(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is left at the end. A call that was cut off is text."""
+        held, self._held = self._held, ""
+        calls = self._calls(held) if self._style == "bare" else []
+        return ("" if calls else held), calls
+
+    def _calls(self, text: str) -> list[dict[str, Any]]:
+        """The calls that a JSON text holds, one or a list; none where it is anything else."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return []
+        calls = []
+        for item in found if isinstance(found, list) else [found]:
+            arguments = (
+                item.get("arguments", item.get("parameters")) if isinstance(item, dict) else 0
+            )
+            if not isinstance(arguments, dict) or str(item.get("name")) not in self._names:
+                return []
+            calls.append(self._call(item["name"], arguments))
+        self.num_calls += len(calls)
+        return calls
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _overlap(text: str) -> int:
+    """How many last characters may be the start of a tag."""
+    sizes = range(min(len(text), len(OPEN) - 1), 0, -1)
+    return next((size for size in sizes if OPEN.startswith(text[-size:])), 0)

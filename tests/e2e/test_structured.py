@@ -1,0 +1,210 @@
+"""Tools and formats: through HTTP with the official client, and by a model that must obey."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from echo import EchoEngine
+from foreword.core.errors import RequestError
+from foreword.core.request import Engine, ModelCard, SamplingParams
+from foreword.engine.engine import EngineSettings, TorchEngine
+from foreword.server.openai import parse
+from tiny import make_tiny
+
+CHAT = "/v1/chat/completions"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS: Any = [function("add", a={"type": "integer"}), function("mul", b={"enum": ["x", "y"]})]
+
+
+def chat(http: httpx.Client, content: str = "hello", **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": content}]
+    return http.post(CHAT, json={"model": "echo", "messages": messages, **fields})
+
+
+def test_calls_reach_the_official_client(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": CALL}]
+    answer = client.chat.completions.create(model="echo", messages=messages, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    # The answer and its result go back as the client holds them.
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    again = client.chat.completions.create(
+        model="echo", messages=[*messages, choice.message, result], tools=TOOLS
+    )
+    assert "<tool_response>\n2\n</tool_response>" in str(again.choices[0].message.content)
+
+
+def test_calls_in_a_stream(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": f"{CALL}\n{CALL.replace('add', 'mul')}"}]
+    stream = client.chat.completions.create(
+        model="echo", messages=messages, tools=TOOLS, stream=True
+    )
+    deltas = [chunk.choices[0] for chunk in stream]
+    calls = [call for choice in deltas for call in choice.delta.tool_calls or []]
+    assert [(call.index, call.function and call.function.name) for call in calls] == [
+        (0, "add"),
+        (1, "mul"),
+    ]
+    assert deltas[-1].finish_reason == "tool_calls"
+    said = "".join(choice.delta.content or "" for choice in deltas)
+    assert "user: " in said
+    assert '"name": "add", "arguments"' not in said
+
+
+def test_without_tools_the_same_text_is_text(http: httpx.Client) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        choice = chat(http, CALL, **fields).json()["choices"][0]
+        assert choice["message"]["content"] == f"user: {CALL}\n"
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_a_template_that_knows_tools_gets_them(http: httpx.Client, engine: EchoEngine) -> None:
+    engine.card = ModelCard("echo", 1000, 256, "bare")
+    choice = chat(http, "hi", tools=TOOLS).json()["choices"][0]
+    assert choice["message"]["content"] == "user: hi\n"
+    assert engine.tools == TOOLS
+
+
+BAD = [
+    ("tools", "x", "a list of tools"),
+    ("tools", [1], "tools[0]"),
+    ("tools", [{"type": "function"}], "tools[0].function"),
+    ("tools", [{"type": "code", "function": {"name": "a"}}], "tools[0].type"),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+    ("tools", [{"type": "function", "function": {"name": "a", "parameters": 1}}], "parameters"),
+    ("tools", [{"type": "function", "function": {"name": "a", "pars": {}}}], "did you mean"),
+    ("tools", TOOLS * 65, "at most 128"),
+    ("tool_choice", "required", "needs 'tools'"),
+    ("tool_choice", 5, "needs 'tools'"),
+    ("parallel_tool_calls", "no", "true or false"),
+    ("response_format", "json", "an object"),
+    ("response_format", {"type": "yaml"}, "json_schema"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}, "schema"),
+    ("response_format", {"type": "json_object", "schema": {}}, "Unknown field"),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"schema": {"title": "no grammar"}}},
+        "cannot be followed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), BAD, ids=range(len(BAD)))
+def test_bad_fields_are_named(
+    http: httpx.Client, engine: EchoEngine, name: str, value: Any, words: str
+) -> None:
+    answer = chat(http, **{name: value})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert words in error["message"]
+    assert error["param"].startswith(name)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (5, "'none', 'auto', 'required'"),
+        ({"type": "function"}, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": "sub"}}, "no such function"),
+    ],
+)
+def test_bad_choices_are_named(http: httpx.Client, choice: Any, words: str) -> None:
+    answer = chat(http, tools=TOOLS, tool_choice=choice)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_what_excludes_each_other_is_refused(http: httpx.Client) -> None:
+    json_object = {"type": "json_object"}
+    both = chat(http, tools=TOOLS, tool_choice="required", response_format=json_object)
+    endless = chat(http, response_format=json_object, ignore_eos=True)
+    assert [both.status_code, endless.status_code] == [400, 400]
+    assert "send one of them" in both.json()["error"]["message"]
+    assert endless.json()["error"]["param"] == "ignore_eos"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"), max_model_len=2048)
+    return TorchEngine.load(EngineSettings(str(folder), kv_bytes=8 << 20, exact=False))
+
+
+async def answers(engine: Engine, fields: dict[str, Any], num: int) -> list[tuple[str, str | None]]:
+    """Text and finish reason of `num` samples of a chat, at temperature 1."""
+    messages = [{"role": "user", "content": "Say."}]
+    body = {"model": engine.card.name, "messages": messages, "n": num, "seed": 7, **fields}
+    (request,) = parse(engine, "chat", json.dumps(body).encode()).requests
+    texts, reasons = [""] * num, [None] * num
+    async for output in engine.generate(request):
+        texts[output.index] += output.text
+        reasons[output.index] = output.finish_reason
+    return list(zip(texts, reasons, strict=True))
+
+
+def test_a_model_that_knows_nothing_obeys_formats_and_choices(served: TorchEngine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "of": {"enum": ["cats", "dogs"]}},
+        "required": ["n", "of"],
+        "additionalProperties": False,
+    }
+    named = {"type": "json_schema", "json_schema": {"name": "pets", "schema": schema}}
+    forced = {"tools": TOOLS, "tool_choice": "required"}
+    one = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "mul"}}}
+
+    async def whole() -> None:
+        served.start()
+        try:
+            for text, reason in await answers(served, {"response_format": named}, 6):
+                if reason == "stop":
+                    found = json.loads(text)
+                    assert set(found) == {"n", "of"}
+                    assert type(found["n"]) is int
+                assert text.startswith('{"n": ')
+            calls = await answers(served, forced, 6)
+            calls += await answers(served, one, 4)
+            for at, (text, reason) in enumerate(calls):
+                assert text.startswith('<tool_call>\n{"name": "')
+                if reason == "stop" and at >= 6:
+                    inside = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+                    call = json.loads(inside)
+                    assert call["name"] == "mul"
+                    assert call["arguments"]["b"] in ("x", "y")
+            assert [reason for _text, reason in calls[6:]] == ["stop"] * 4
+            for text, _reason in await answers(
+                served, {"response_format": {"type": "json_object"}, "max_tokens": 40}, 4
+            ):
+                assert text.startswith("{")
+        finally:
+            await served.stop(0)
+
+    asyncio.run(whole())
+
+
+def test_a_schema_that_cannot_be_followed_is_refused(served: TorchEngine) -> None:
+    with pytest.raises(RequestError, match="cannot be followed"):
+        served.check_grammar('start: %json {"type": "no such type"}')
+    assert SamplingParams(1).grammar == ""

@@ -1,0 +1,26 @@
+"""A server over an EchoEngine on a free port, for the tests that ask it."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from echo import EchoEngine
+from foreword.cli.serve import bind
+from foreword.server.app import create_app
+
+
+@contextmanager
+def serving(engine: EchoEngine, **access: Any) -> Iterator[str]:
+    """The URL of a server with `create_app`'s other arguments."""
+    app = create_app(engine, **access)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
