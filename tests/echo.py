@@ -53,6 +53,12 @@ class EchoEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    async def clear_cache(self) -> bool:
+        if self.num_open:
+            return False
+        self.requests.clear()
+        return True
+
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         if self.busy:
             raise EngineBusy("The queue is full.")

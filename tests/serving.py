@@ -1,6 +1,7 @@
 """A server over an EchoEngine on a free port, for the tests that ask it."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ def serving(engine: EchoEngine, **access: Any) -> Iterator[str]:
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
+        while not server.started:
+            time.sleep(0.005)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join()

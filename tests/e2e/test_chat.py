@@ -30,7 +30,10 @@ class Terminal:
             left_s = deadline_s - time.monotonic()
             ready = left_s > 0 and select.select([self._descriptor], [], [], left_s)[0]
             assert ready, f"{pattern!r} did not come; there was {self._unread!r}"
-            self._unread += os.read(self._descriptor, 65536).decode()
+            try:
+                self._unread += os.read(self._descriptor, 65536).decode()
+            except OSError as error:  # the command has ended
+                raise AssertionError(f"{pattern!r} did not come but {self._unread!r}") from error
         text, self._unread = self._unread[: found.end()], self._unread[found.end() :]
         return text
 
@@ -53,7 +56,7 @@ def chatting(
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "NO_PROXY": "127.0.0.1", **environment},
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment},
         start_new_session=True,
     )
     os.close(theirs)
@@ -80,10 +83,10 @@ def test_a_chat_shows_what_each_turn_reused(engine: EchoEngine) -> None:
         )
         terminal.until("> ")
         terminal.type("more\n")
-        terminal.until(r"26 of \d+ prompt tokens reused")
+        terminal.until(r"27 of 77 prompt tokens reused")
         terminal.type("/new\n")
         terminal.type("more\n")
-        terminal.until(r"19 of 24 prompt tokens reused")
+        terminal.until(r"20 of 25 prompt tokens reused")
         terminal.type("/what\n")
         terminal.until("/quit or Ctrl-D ends")
         terminal.until("> ")

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from echo import EchoEngine
+from foreword.cli.main import main
 from foreword.core.stats import EngineStats, Histogram
 from foreword.server.metrics import SHOWN
 from serving import serving
@@ -41,7 +42,7 @@ def guarded(engine: EchoEngine) -> Iterator[httpx.Client]:
     [
         ({}, "missing_api_key"),
         ({"Authorization": "Basic one"}, "missing_api_key"),
-        ({"Authorization": "Bearer "}, "missing_api_key"),
+        ({"Authorization": "Bearer"}, "missing_api_key"),
         (bearer("three"), "invalid_api_key"),
         (bearer("onetwo"), "invalid_api_key"),
     ],
@@ -54,6 +55,7 @@ def test_without_a_known_key_nothing_is_served(
         guarded.post(CHAT, content=b"{", headers=headers),
         guarded.post("/tokenize", json=BODY, headers=headers),
         guarded.post("/detokenize", json={"tokens": [97]}, headers=headers),
+        guarded.post("/cache/clear", headers=headers),
         guarded.get("/v1/models", headers=headers),
         guarded.get("/v1/models/echo", headers=headers),
     ]
@@ -163,3 +165,50 @@ def test_metrics_are_the_engine_s_counts(http: httpx.Client, engine: EchoEngine)
         for bound in ("0.01", "0.025", "0.25", "0.5", "60.0", "+Inf")
     }
     assert buckets == {"0.01": 1, "0.025": 2, "0.25": 2, "0.5": 3, "60.0": 3, "+Inf": 4}
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main([*words])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_the_cache_of_a_running_server(
+    http: httpx.Client, engine: EchoEngine, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.stats = EngineStats(
+        num_queries=4, num_hits=1, num_hit_tokens=30, num_miss_tokens=10, num_evicted_blocks=3
+    )
+    code, text = command(capsys, "cache", "stats", "--url", url, "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert (found["requests"], found["requests_that_reused"]) == (4, 1)
+    assert (found["prompt_tokens"], found["share_reused"]) == (40, 0.75)
+    assert (found["ttft_mean_s"], found["evicted_blocks"]) == (None, 3)
+    http.post(TEXT, json=BODY)
+    assert command(capsys, "cache", "clear", "--url", url, "--json") == (
+        0,
+        '{\n  "cleared": true\n}\n',
+    )
+    usage = http.post(TEXT, json=BODY).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_cache_in_use_is_not_cleared(
+    http: httpx.Client, engine: EchoEngine, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.step_s = 0.05
+    with http.stream("POST", TEXT, json={**BODY, "ignore_eos": True, "stream": True}) as response:
+        lines = response.iter_lines()  # held, since dropping it closes the stream
+        assert next(lines)
+        assert http.post("/cache/clear").status_code == 409
+        code, text = command(capsys, "cache", "clear", "--url", url)
+    assert code == 1
+    assert "Requests are running" in text
+
+
+def test_no_server_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("stats", "clear"):
+        code, text = command(capsys, "cache", words, "--url", "http://127.0.0.1:9")
+        assert code == 1
+        assert "no server answers at http://127.0.0.1:9" in text

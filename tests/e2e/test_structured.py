@@ -37,6 +37,11 @@ def chat(http: httpx.Client, content: str = "hello", **fields: Any) -> httpx.Res
     return http.post(CHAT, json={"model": "echo", "messages": messages, **fields})
 
 
+@pytest.fixture
+def engine() -> EchoEngine:
+    return EchoEngine(max_model_len=8000)
+
+
 def test_calls_reach_the_official_client(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": CALL}]
     answer = client.chat.completions.create(model="echo", messages=messages, tools=TOOLS)
@@ -93,7 +98,7 @@ BAD = [
     ("tools", [{"type": "code", "function": {"name": "a"}}], "tools[0].type"),
     ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
     ("tools", [{"type": "function", "function": {"name": "a", "parameters": 1}}], "parameters"),
-    ("tools", [{"type": "function", "function": {"name": "a", "pars": {}}}], "did you mean"),
+    ("tools", [{"type": "function", "function": {"name": "a", "parameter": {}}}], "did you mean"),
     ("tools", TOOLS * 65, "at most 128"),
     ("tool_choice", "required", "needs 'tools'"),
     ("tool_choice", 5, "needs 'tools'"),
@@ -155,7 +160,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
 async def answers(engine: Engine, fields: dict[str, Any], num: int) -> list[tuple[str, str | None]]:
     """Text and finish reason of `num` samples of a chat, at temperature 1."""
     messages = [{"role": "user", "content": "Say."}]
-    body = {"model": engine.card.name, "messages": messages, "n": num, "seed": 7, **fields}
+    body = {
+        "model": engine.card.name,
+        "messages": messages,
+        "n": num,
+        "seed": 7,
+        "max_tokens": 80,
+        **fields,
+    }
     (request,) = parse(engine, "chat", json.dumps(body).encode()).requests
     texts, reasons = [""] * num, [None] * num
     async for output in engine.generate(request):
@@ -195,7 +207,7 @@ def test_a_model_that_knows_nothing_obeys_formats_and_choices(served: TorchEngin
                     assert call["arguments"]["b"] in ("x", "y")
             assert [reason for _text, reason in calls[6:]] == ["stop"] * 4
             for text, _reason in await answers(
-                served, {"response_format": {"type": "json_object"}, "max_tokens": 40}, 4
+                served, {"response_format": {"type": "json_object"}}, 4
             ):
                 assert text.startswith("{")
         finally:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from foreword.cli.failure import Failure
 
 START_S = 180.0  # to load a model
+READ_S = 10.0
 ANSWER_S = 300.0  # between two parts of an answer
 
 
@@ -33,11 +34,24 @@ class Client:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def model(self, timeout_s: float = 5.0) -> str:
+    def model(self) -> str:
         """The name of the first model that it serves. Raises OSError while it does not answer."""
-        with closing(self._connect(self._host, self._port, timeout=timeout_s)) as connection:
-            connection.request("GET", f"{self._path}/v1/models", headers=self._headers)
-            return str(self._json(connection.getresponse())["data"][0]["id"])
+        raw = self.read("GET", "/v1/models")
+        try:
+            return str(json.loads(raw)["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise Failure(f"{self.url} has no list of models", "failed") from error
+
+    def read(self, method: str, path: str) -> bytes:
+        """The body of an answer. Raises Failure with the server's words for another status than
+        200, OSError where it does not answer."""
+        with closing(self._connect(self._host, self._port, timeout=READ_S)) as connection:
+            connection.request(method, f"{self._path}{path}", headers=self._headers)
+            response = connection.getresponse()
+            raw: bytes = response.read()
+            if response.status != 200:
+                raise self._refusal(response.status, raw)
+            return raw
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed answer. Raises Failure with the server's words where it refuses
@@ -47,7 +61,7 @@ class Client:
             connection.request("POST", f"{self._path}{path}", payload, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                self._json(response)
+                raise self._refusal(response.status, response.read())
             for line in response:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
@@ -55,16 +69,11 @@ class Client:
                         raise Failure(event["error"]["message"], "failed")
                     yield event
 
-    def _json(self, response: http.client.HTTPResponse) -> dict[str, Any]:
-        raw = response.read()
+    def _refusal(self, status: int, raw: bytes) -> Failure:
         try:
-            answer = json.loads(raw)
-            if response.status == 200:
-                return dict(answer)
-            reason = str(answer["error"]["message"])
+            return Failure(str(json.loads(raw)["error"]["message"]), "failed")
         except (ValueError, KeyError, TypeError):
-            reason = f"{self.url} answers {response.status} and no JSON: is it an OpenAI server?"
-        raise Failure(reason, "failed")
+            return Failure(f"{self.url} answers {status}: is it an OpenAI server?", "failed")
 
 
 @contextmanager

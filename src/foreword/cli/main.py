@@ -21,6 +21,8 @@ from foreword.cli.failure import EXIT_CODES, Failure
 COMMANDS = {
     "serve": ("foreword.cli.serve", False, "an OpenAI-compatible server"),
     "chat": ("foreword.cli.chat", False, "talk with a model, and see what each turn reused"),
+    "cache stats": ("foreword.cli.cache", True, "what a running server's cache has done"),
+    "cache clear": ("foreword.cli.cache", True, "let a running server forget all prefixes"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
@@ -44,6 +46,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of one command. Imports its module."""
     module_name, measures, summary = COMMANDS[name]
     parser = Parser(prog=f"foreword {name}", description=summary, allow_abbrev=False)
+    parser.set_defaults(command=name)
     import_module(module_name).add_arguments(parser)
     if measures:
         parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = next((n for n in COMMANDS if n.split() == words[: len(n.split())]), None)
     if name is None:
-        wish = " ".join(words[:2] if words[0] == "bench" else words[:1])
+        wish = " ".join(words[:2] if words[0] in ("bench", "cache") else words[:1])
         print(f"foreword: no command {wish!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_CODES["usage"]
     try:

@@ -119,3 +119,8 @@ class Engine(Protocol):
         never fit, EngineBusy when too many wait, EngineStopped when the engine is draining or has
         failed, RequestFailed when the engine goes on but this request cannot."""
         ...
+
+    async def clear_cache(self) -> bool:
+        """Forget all known prefixes. False, and nothing is forgotten, while any request runs.
+        Raises EngineStopped."""
+        ...

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -101,6 +102,7 @@ class TorchEngine:
         self._streams: dict[Sequence, Stream] = {}
         self._wake = threading.Condition()
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
+        self._clearing: list[Future[bool]] = []
         self._draining = False
         self._stopping = False
         self._refusal = "The server is shutting down."
@@ -204,6 +206,15 @@ class TorchEngine:
             if stream.num_open:
                 self._post(False, stream)
 
+    async def clear_cache(self) -> bool:
+        cleared: Future[bool] = Future()
+        with self._wake:
+            if self._draining:
+                raise EngineStopped(self._refusal)
+            self._clearing.append(cleared)
+            self._wake.notify()
+        return await asyncio.wrap_future(cleared)
+
     def _validate(self, request: Request) -> None:
         total = len(request.prompt) + request.sampling.max_tokens
         if not request.prompt:
@@ -243,6 +254,8 @@ class TorchEngine:
             with self._wake:  # from here on nothing is posted, so that nobody waits for ever
                 self._draining = True
                 posted = {stream for starts, stream in self._inbox if starts}
+            for cleared in self._clearing:
+                cleared.set_exception(EngineStopped(self._refusal))
             self._idle.set()
             for stream in set(self._streams.values()) | posted:
                 stopped = EngineStopped("The engine stopped before this request was done.")
@@ -251,12 +264,15 @@ class TorchEngine:
     def _receive(self) -> None:
         """Take new and cancelled requests; sleep while there is nothing to do."""
         with self._wake:
-            while not (self._inbox or self._streams or self._stopping):
+            while not (self._inbox or self._clearing or self._streams or self._stopping):
                 if self._draining:
                     self._idle.set()
                 self._wake.wait()
-            letters = list(self._inbox)
+            letters, clearing = list(self._inbox), self._clearing
             self._inbox.clear()
+            self._clearing = []
+        for cleared in clearing:
+            cleared.set_result(self.cache.clear())
         for starts, stream in letters:
             if not starts:
                 self._forget([s for s in stream.samples if s in self._streams])

@@ -30,7 +30,7 @@ BODY_S_MAX = 60.0  # to send a body
 RETRY_AFTER_S = 1
 ROUTES = (
     "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, "
-    "GET /v1/models, GET /health and GET /metrics"
+    "POST /cache/clear, GET /v1/models, GET /health and GET /metrics"
 )
 
 
@@ -97,6 +97,13 @@ class Api:
             "owned_by": "foreword",
             "max_model_len": card.max_model_len,
         }
+
+    async def clear_cache(self, request: Request) -> Response:
+        self._tenants.of(request.headers.get("authorization"))
+        if not await self._engine.clear_cache():
+            message = "Requests are running, and they hold what they reuse: try again after them."
+            raise ApiError(message, code="cache_in_use", status=409)
+        return JSONResponse({"cleared": True})
 
     async def health(self, _request: Request) -> Response:
         if self._stopped:
@@ -173,6 +180,7 @@ def create_app(
             Route("/v1/completions", partial(api.complete, kind="text"), methods=["POST"]),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
+            Route("/cache/clear", api.clear_cache, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/health", api.health),

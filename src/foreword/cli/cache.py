@@ -1,0 +1,54 @@
+"""`foreword cache stats` and `foreword cache clear`: the cache of a running server."""
+
+import argparse
+import json
+import os
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword.cli.client import Client
+from foreword.cli.failure import Failure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The API key of a server that asks for one is taken from OPENAI_API_KEY. Raises Failure where
+    the server is not there, or will not clear because requests run."""
+    client = Client(args.url, os.environ.get("OPENAI_API_KEY"))
+    try:
+        if args.command == "cache clear":
+            return dict(json.loads(client.read("POST", "/cache/clear")))
+        return stats(client.read("GET", "/metrics").decode())
+    except OSError as error:
+        raise Failure(f"no server answers at {args.url}: {error}", "failed") from error
+
+
+def stats(text: str) -> dict[str, Any]:
+    """What `/metrics` says of the cache, since the server's start. Rates are None before the first
+    request."""
+    found = {
+        sample.name.removeprefix("foreword_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.labels
+    }
+    num_hit = found["prefix_cache_hit_tokens_total"]
+    num_prompt = num_hit + found["prefix_cache_miss_tokens_total"]
+    num_queries, num_answers = found["prefix_cache_queries_total"], found["ttft_seconds_count"]
+    return {
+        "requests": int(num_queries),
+        "requests_that_reused": int(found["prefix_cache_hits_total"]),
+        "prompt_tokens": int(num_prompt),
+        "prompt_tokens_reused": int(num_hit),
+        "share_reused": num_hit / num_prompt if num_prompt else None,
+        "ttft_mean_s": found["ttft_seconds_sum"] / num_answers if num_answers else None,
+        "cached_bytes": int(found["kv_cache_gpu_usage_bytes"]),
+        "leased_bytes": int(found["kv_cache_gpu_leased_bytes"]),
+        "evicted_blocks": int(found["kv_cache_eviction_count_total"]),
+        "running_sequences": int(found["running_sequences"]),
+        "waiting_sequences": int(found["queue_depth"]),
+    }
