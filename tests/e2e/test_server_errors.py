@@ -21,20 +21,30 @@ def text(http: httpx.Client, **fields: Any) -> httpx.Response:
     return http.post(TEXT, json={"model": "echo", "prompt": "hello", **fields})
 
 
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
 # field, value, words of the message
 BAD_CHAT = [
     ("messages", [], "empty"),
     ("messages", "hi", "list of messages"),
     ("messages", ["hi"], "role and content"),
     ("messages", [{"role": "user"}], "messages[0].content"),
-    ("messages", [{"role": "tool", "content": "x"}], "system, developer, user, assistant"),
+    ("messages", [{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+    ("messages", [{"role": "bot", "content": "x"}], "system, developer, user, assistant, tool"),
     ("messages", [{"role": {}, "content": "x"}], "system, developer"),
     ("messages", [{"role": "user", "content": 3}], "text parts"),
     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
     ("messages", [{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 1}]}], "a string"),
     ("messages", [{"role": "user", "content": "x", "nam": "y"}], "did you mean 'name'"),
-    ("messages", [{"role": "assistant", "content": "x", "tool_calls": [1]}], "not supported"),
+    ("messages", [{"role": "assistant", "content": "x", "tool_calls": [1]}], "tool_calls[0]"),
+    ("messages", [{"role": "user", "content": "x", "tool_calls": [1]}], "not supported"),
+    ("messages", [{"role": "assistant", "tool_calls": [{"id": "1"}]}], "tool_calls[0].function"),
+    ("messages", [{"role": "assistant", "tool_calls": [call("1")]}], "as JSON in a string"),
+    ("messages", [{"role": "assistant", "tool_calls": [call("{")]}], "as JSON in a string"),
+    ("messages", [{"role": "assistant"}], "messages[0].content"),
     ("messages", [{"role": "assistant", "content": "x"}], "template wants a user"),
     ("messages", [{"role": "user", "content": "x" * 1000}], "1007 tokens"),
     ("max_tokens", 989, "together 1001, over this model's context of 1000"),
@@ -65,8 +75,6 @@ BAD_CHAT = [
     ("cache_salt", "x" * 129, "1 to 128"),
     ("cache_salt", "", "1 to 128"),
     ("cache_salt", 5, "a string"),
-    ("tools", [{"type": "function"}], "not supported"),
-    ("response_format", {"type": "json_object"}, "not supported"),
     ("presence_penalty", 2.5, "from -2 to 2"),
     ("presence_penalty", False, "a number"),
     ("frequency_penalty", -3, "from -2 to 2"),
