@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from foreword.engine import exact
+from foreword.engine import exact, verdict
 from foreword.engine.attention import AttentionRules
 from foreword.engine.exact import ExactRules, Tiling, in_tiles, in_whole_vectors
 from foreword.engine.model import load_model
@@ -131,7 +131,7 @@ def test_a_chunk_that_wants_no_logits(case: Exact) -> None:
 
 
 def test_numerics_name_the_rules(case: Exact) -> None:
-    rules = exact.find_rules(case.runner.model, lambda _rules: pytest.fail("remembered")).rules
+    rules = verdict.find_rules(case.runner.model, lambda _rules: pytest.fail("remembered")).rules
     assert rules is not None
     assert case.runner.numerics.endswith(rules.fingerprint)
     assert f"torch {torch.__version__};" in case.runner.numerics
@@ -142,8 +142,9 @@ def test_numerics_name_the_rules(case: Exact) -> None:
 def test_a_self_test_that_fails_turns_it_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(exact, "self_test", lambda *_: "in a batch of 2")
-    runner = Runner(load_model(str(make_tiny(tmp_path))), 4, BLOCK, exact=True)
+    runner = Runner(load_model(str(make_tiny(tmp_path / "model"))), 4, BLOCK, exact=True)
     assert runner.exactness == (False, "the self-test found other bits in a batch of 2")
     assert runner.numerics == ""
 
@@ -157,8 +158,9 @@ def test_the_self_test_sees_rows_that_depend_on_their_number(
         out = tiles(rows, layer, plan)
         return out * 1.01 if len(rows) == 5 else out
 
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(exact, "in_tiles", depends)
-    runner = Runner(load_model(str(make_tiny(tmp_path))), 4, BLOCK, exact=True)
+    runner = Runner(load_model(str(make_tiny(tmp_path / "model"))), 4, BLOCK, exact=True)
     assert runner.exactness == (False, "the self-test found other bits in a batch of 5")
 
 

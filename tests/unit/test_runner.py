@@ -5,6 +5,7 @@ off than 1.5 times the row that transformers itself in bfloat16 gets worst.
 """
 
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,18 @@ def test_decodes_of_unlike_lengths_at_the_end_of_the_pool() -> None:
         step = Packed(kv, parts, rules)
         out = step.attend(0, torch.ones(1, 1, 3, 8), None)
         assert torch.equal(out, torch.zeros(3, 1, 8))
+
+
+def test_a_pool_takes_memory_only_as_it_fills() -> None:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("this system has no /proc")
+
+    def resident_bytes() -> int:
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+
+    before, cpu = resident_bytes(), torch.device("cpu")
+    kv = PagedKV((LayerShape(4, 64, 64, None),) * 4, 1 << 16, 16, torch.bfloat16, cpu)
+    assert sum(pool.nbytes for pool in (*kv.keys, *kv.values)) > 4 << 30
+    assert resident_bytes() - before < 64 << 20
+    assert not kv.keys[3][-1].any()

@@ -173,7 +173,6 @@ def linear_shapes(module: nn.Module) -> dict[str, list[nn.Linear]]:
     return shapes
 
 
-_found: "WeakKeyDictionary[nn.Module, dict[int, Exactness]]" = WeakKeyDictionary()
 _layers: "WeakKeyDictionary[nn.Module, RowExactLayers]" = WeakKeyDictionary()
 
 
@@ -184,18 +183,10 @@ def row_exact_layers(module: nn.Module) -> RowExactLayers:
     return _layers[module]
 
 
-def find_rules(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactness:
-    """Measure this machine and test the loaded model: seconds the first time, then remembered for
-    the model and the number of threads. `step` gives the forward under rules."""
-    known = _found.setdefault(model.module, {})
-    num_threads = torch.get_num_threads()
-    if num_threads not in known:
-        known[num_threads] = _find_rules(model, step)
-    return known[num_threads]
-
-
 @torch.inference_mode()
-def _find_rules(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactness:
+def measure(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactness:
+    """Measure this machine and test the loaded model, which takes seconds. `step` gives the forward
+    under rules."""
     shapes = linear_shapes(model.module)
     tilings = {
         shape: agreeing_counts(layers[0], _HEAD_COUNTS if "head" in shape else COUNTS)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from foreword.engine.attention import ANY_RULES, Packed, Part
-from foreword.engine.exact import Exactness, ExactRules, find_rules, row_exact_layers
+from foreword.engine.exact import Exactness, ExactRules, row_exact_layers
 from foreword.engine.kv import PagedCache, PagedKV, cache_argument
 from foreword.engine.model import LoadedModel
+from foreword.engine.verdict import find_rules
 
 __all__ = ["Part", "Runner"]
 

@@ -1,0 +1,92 @@
+"""What came of exact mode's self-test, remembered: a start that has nothing new to test is quick.
+
+It is remembered under a digest of all that the bits can depend on, so another processor, library,
+model or line of this code is tested anew.
+"""
+
+import json
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import nn
+
+from foreword.engine.attention import AttentionRules
+from foreword.engine.exact import Exactness, ExactRules, Forward, Tiling, measure
+from foreword.engine.files import cache_folder, write_whole
+from foreword.engine.model import LoadedModel
+
+_found: "WeakKeyDictionary[nn.Module, dict[int, Exactness]]" = WeakKeyDictionary()
+
+
+def find_rules(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactness:
+    """As `measure`, or as it was remembered."""
+    known = _found.setdefault(model.module, {})
+    num_threads = torch.get_num_threads()
+    if num_threads not in known:
+        memo = cache_folder() / "exactness" / f"{circumstances(model)}.json"
+        exactness = _remembered(memo)
+        if exactness is None:
+            exactness = measure(model, step)
+            with suppress(OSError):  # a folder that cannot be written costs another test, no more
+                write_whole(memo, json.dumps(_as_json(exactness)))
+        known[num_threads] = exactness
+    return known[num_threads]
+
+
+def circumstances(model: LoadedModel) -> str:
+    """A digest of all that bits can depend on: the model with its weights and dtype, the processor
+    or device, the number of threads, the libraries, and this code."""
+    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    device = model.module.device
+    parts = [
+        model.identity(1).root_hash("").hex(),
+        _processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        str(torch.get_num_threads()),
+        torch.__version__,
+        torch.__config__.show(),
+        transformers.__version__,
+        *code,
+    ]
+    return sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _processor() -> str:
+    """What tells this processor from others, microcode too, as far as the system says."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    varying = ("mhz", "bogomips", "processor", "apicid", "core id")
+    lines = [line for line in first.splitlines() if not any(v in line.lower() for v in varying)]
+    return "\n".join([*lines, str(torch.backends.cpu.get_cpu_capability())])
+
+
+def _as_json(exactness: Exactness) -> dict[str, Any]:
+    rules = exactness.rules
+    return {
+        "exact": exactness.exact,
+        "reason": exactness.reason,
+        "counts": {shape: t.counts for shape, t in rules.tilings.items()} if rules else None,
+        "attention": astuple(rules.attention) if rules else None,
+    }
+
+
+def _remembered(memo: Path) -> Exactness | None:
+    try:
+        found = json.loads(memo.read_text())
+        if not found["exact"]:
+            return Exactness(False, str(found["reason"]))
+        tilings = {str(shape): Tiling(counts) for shape, counts in found["counts"].items()}
+        widths, fold = found["attention"]
+        rules = ExactRules(tilings, AttentionRules(tuple(widths), bool(fold)))
+        return Exactness(True, f"{found['reason']} (remembered)", rules)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # never tested, or a power cut left part of it

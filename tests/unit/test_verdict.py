@@ -1,0 +1,101 @@
+"""What came of the self-test is remembered, and only where nothing that it depends on changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from foreword.engine import verdict
+from foreword.engine.attention import AttentionRules
+from foreword.engine.exact import Exactness, ExactRules, Tiling
+from foreword.engine.model import LoadedModel, load_model
+from foreword.engine.verdict import circumstances, find_rules
+from tiny import make_tiny
+
+RULES = ExactRules({"8x8": Tiling((1, 2, 4))}, AttentionRules((16, 512), False))
+YES = Exactness(True, "it is", RULES)
+NO = Exactness(False, "the self-test found other bits in a batch of 2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path / "cache"))
+    return make_tiny(tmp_path / "model")
+
+
+def found(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: Exactness | None
+) -> Exactness:
+    """What a new process finds. With None it must not measure."""
+    monkeypatch.setattr(verdict, "_found", {})
+
+    def measure(*_arguments: object) -> Exactness:
+        assert measured is not None, "it measured"
+        return measured
+
+    monkeypatch.setattr(verdict, "measure", measure)
+    return find_rules(model, lambda _rules: pytest.fail("not used"))
+
+
+@pytest.mark.parametrize("measured", [YES, NO], ids=["yes", "no"])
+def test_a_verdict_is_remembered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Exactness
+) -> None:
+    model = load_model(str(folder))
+    assert found(model, monkeypatch, measured) == measured
+    again = found(model, monkeypatch, None)
+    assert again.exact == measured.exact
+    assert again.reason.startswith(measured.reason)
+    if measured.rules is not None:
+        assert again.rules is not None
+        assert again.rules.fingerprint == measured.rules.fingerprint
+        assert again.rules.attention == RULES.attention
+        assert again.rules.tilings["8x8"].counts == (1, 2, 4)
+        assert again.reason == "it is (remembered)"
+
+
+def test_other_circumstances_are_tested_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(folder))
+    digests = {
+        "here": circumstances(model),
+        "dtype": circumstances(load_model(str(folder), dtype="float32")),
+        "model": circumstances(load_model(str(make_tiny(tmp_path / "other", num_layers=3)))),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    digests["threads"] = circumstances(model)
+    torch.set_num_threads(threads)
+    with monkeypatch.context() as patch:
+        patch.setattr(verdict, "_processor", lambda: "another")
+        digests["processor"] = circumstances(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers, "__version__", "0")
+        digests["library"] = circumstances(model)
+    assert len(set(digests.values())) == len(digests), digests
+    assert circumstances(load_model(str(folder))) == digests["here"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"exact": true}', '{"exact": true, "reason": "", "counts": 3}']
+)
+def test_a_broken_memory_is_no_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    model = load_model(str(folder))
+    memo = tmp_path / "cache" / "exactness" / f"{circumstances(model)}.json"
+    memo.parent.mkdir(parents=True)
+    memo.write_text(text)
+    assert found(model, monkeypatch, NO) == NO
+    assert json.loads(memo.read_text())["exact"] is False
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_no_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(folder))
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", "/dev/null/x")
+    assert found(model, monkeypatch, YES) == YES
