@@ -123,6 +123,7 @@ def test_tokens_and_text(http: httpx.Client) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": [1]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"prompt": "a", "promt": 1}, "promt"),

@@ -93,6 +93,8 @@ def test_a_template_that_knows_tools_gets_them(http: httpx.Client, engine: EchoE
 
 BAD = [
     ("tools", "x", "a list of tools"),
+    ("tools", False, "a list of tools"),
+    ("tools", {}, "a list of tools"),
     ("tools", [1], "tools[0]"),
     ("tools", [{"type": "function"}], "tools[0].function"),
     ("tools", [{"type": "code", "function": {"name": "a"}}], "tools[0].type"),
@@ -134,12 +136,49 @@ def test_bad_fields_are_named(
         (5, "'none', 'auto', 'required'"),
         ({"type": "function"}, "tool_choice.function.name"),
         ({"type": "function", "function": {"name": "sub"}}, "no such function"),
+        ({"type": "function", "function": {"name": "add", "strict": True}}, "Unknown field"),
     ],
 )
 def test_bad_choices_are_named(http: httpx.Client, choice: Any, words: str) -> None:
     answer = chat(http, tools=TOOLS, tool_choice=choice)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (False, "a list of calls"),
+        ({}, "a list of calls"),
+        *(
+            ([{"id": "a", "function": {"name": "add", "arguments": arguments}}], "JSON in a string")
+            for arguments in ('{"a": "\\ud800"}', '{"a":' * 5000 + "1" + "}" * 5000, '{"a": NaN}')
+        ),
+    ],
+    ids=["false", "object", "surrogate", "deep", "nan"],
+)
+def test_calls_that_no_model_could_read_are_refused(
+    http: httpx.Client, calls: Any, words: str
+) -> None:
+    said = {"role": "assistant", "content": "x", "tool_calls": calls}
+    messages = [{"role": "user", "content": "x"}, said]
+    answer = http.post(CHAT, json={"model": "echo", "messages": messages})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_deep_schema_is_refused(http: httpx.Client) -> None:
+    """There is no depth at which it is taken, and then cannot be written again."""
+    for depth in (300, 600, *range(970, 990)):
+        schema = '{"x":' * depth + "1" + "}" * depth
+        tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+        body = (
+            '{"model": "echo", "messages": [{"role": "user", "content": "x"}], '
+            f'"max_tokens": 1, "tool_choice": "required", "tools": [{tool}]}}'
+        )
+        answer = http.post(CHAT, content=body)
+        refused = answer.status_code == 400 and "nested too deeply" in answer.text
+        assert refused is (depth >= 500), depth
 
 
 def test_what_excludes_each_other_is_refused(http: httpx.Client) -> None:

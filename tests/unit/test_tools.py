@@ -12,12 +12,20 @@ from foreword.server.tools import ToolCalls, Tools, told
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
+# JSON to Python, and still nothing that could be sent to a client.
+UNWRITABLE = [
+    CALL.replace('{"a": 1}', arguments)
+    for arguments in ('{"a": "\\ud800"}', '{"a": NaN}', '{"a": 1e999}', '{"a":' * 2000 + "}" * 2000)
+]
+UNWRITABLE += [CALL.replace("1", "[" * deep + "]" * deep) for deep in (600, 100_000)]
+UNWRITABLE += [CALL.replace('"add"', "7"), CALL.replace('"add"', '["add"]')]
+
 BARE = '{"name": "add", "arguments": {"a": 1}}'
 
 
 def split(text: str, cuts: list[int], style: Any = "tagged") -> tuple[str, list[dict[str, Any]]]:
     """What comes of a text that is pushed in pieces."""
-    parser = ToolCalls(("add", "mul"), style)
+    parser = ToolCalls(("add", "mul", "7"), style)
     at = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     said, calls = "", []
     for start, stop in pairwise(at):
@@ -42,6 +50,7 @@ def split(text: str, cuts: list[int], style: Any = "tagged") -> tuple[str, list[
         (CALL.replace("add", "del"), CALL.replace("add", "del"), []),
         (CALL.replace('{"a": 1}', "3"), CALL.replace('{"a": 1}', "3"), []),
         (f"<<tool_call> {CALL}", f"<<tool_call> {CALL}", []),
+        *((text, text, []) for text in UNWRITABLE),
     ],
 )
 @given(cuts=st.lists(st.integers(0, 200), max_size=8))

@@ -8,6 +8,8 @@ from typing import Any
 
 from foreword.server.errors import ApiError
 
+MAX_DEPTH = 500  # of lists and objects: what writes them again, a template say, needs stack too
+
 
 def shown(value: object, num_characters: int = 60) -> str:
     """A value as JSON on one line, shortened."""
@@ -27,6 +29,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     too large for a float is infinite, out of every range."""
     try:
         body = json.loads(raw.decode(), parse_constant=_refuse_constant)
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(body):
+            raise RecursionError
         if re.search(rb"\\u[dD]", raw):
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -47,6 +51,25 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError("The body must be a JSON object.", code="invalid_type")
     return body
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        lists = [item for item in level if isinstance(item, list)]
+        objects = [list(item.values()) for item in level if isinstance(item, dict)]
+        level = [inner for items in lists + objects for inner in items]
+    return bool(level)
+
+
+def json_in(text: str) -> Any:
+    """What a text says in JSON, if all of it can be written again; None where it cannot."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return None if _is_deep(value) else value
 
 
 def _refuse_constant(name: str) -> None:

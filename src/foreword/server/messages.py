@@ -1,12 +1,14 @@
 """A chat's messages, checked: what a chat template gets."""
 
-import json
 from typing import Any
 
 from foreword.server.errors import ApiError
-from foreword.server.fields import Fields, shown, wrong_type
+from foreword.server.fields import Fields, json_in, shown, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_NAME_CHARACTERS = 64
+MAX_ID_CHARACTERS = 128
+CALL_INDEXES = tuple(range(128))
 # Fields of the API that this server does not have, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": (),
@@ -37,26 +39,31 @@ def _message(path: str, value: Any) -> dict[str, Any]:
         raise ApiError(
             f"'{path}.role' is {shown(role)}; this server takes {known}.", f"{path}.role"
         )
-    known_fields = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
-    fields.only(("role", "content", "name", *known_fields), UNSUPPORTED | _not_of(role))
+    fields.only(known_fields(role), unsupported_fields(role))
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if "name" in fields:
-        message["name"] = fields.text("name", "", 64)
+        message["name"] = fields.text("name", "", MAX_NAME_CHARACTERS)
     if role == "tool":
         fields.required("tool_call_id")
-        message["tool_call_id"] = fields.text("tool_call_id", "", 128)
-    calls = _calls(f"{path}.tool_calls", fields.get("tool_calls") or [])
+        message["tool_call_id"] = fields.text("tool_call_id", "", MAX_ID_CHARACTERS)
+    made = fields.get("tool_calls") if "tool_calls" in fields else []
+    calls = _calls(f"{path}.tool_calls", made)
     if calls:
         message["tool_calls"] = calls
     said = fields.get("content") if calls else fields.required("content")
     return {**message, "content": "" if said is None else _content(f"{path}.content", said)}
 
 
-def _not_of(role: str) -> dict[str, tuple[Any, ...]]:
-    """Fields of other roles' messages: an official client may send an empty list."""
+def known_fields(role: str) -> tuple[str, ...]:
+    own = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
+    return ("role", "content", "name", *own)
+
+
+def unsupported_fields(role: str) -> dict[str, tuple[Any, ...]]:
+    """With those of other roles' messages: an official client may send an empty list."""
     other = {"assistant": "tool_call_id", "tool": "tool_calls"}
     names = [other[role]] if role in other else ["tool_calls", "tool_call_id"]
-    return {name: ([],) if name == "tool_calls" else () for name in names}
+    return UNSUPPORTED | {name: ([],) if name == "tool_calls" else () for name in names}
 
 
 def _calls(path: str, value: Any) -> list[dict[str, Any]]:
@@ -69,20 +76,17 @@ def _call(path: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(path, "an object with id and function", value)
     fields = Fields(value, path)
-    fields.only(("id", "function"), {"type": ("function",), "index": tuple(range(128))})
+    fields.only(("id", "function"), {"type": ("function",), "index": CALL_INDEXES})
     fields.required("function")
     function = Fields(fields.object("function"), f"{path}.function")
     function.only(("name", "arguments"), {})
     function.required("name")
     text = function.required("arguments")
-    try:
-        arguments = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
-        arguments = None
+    arguments = json_in(text) if isinstance(text, str) else None
     if not isinstance(arguments, dict):
         raise wrong_type(f"{path}.function.arguments", "an object, as JSON in a string", text)
-    named = {"name": function.text("name", "", 64), "arguments": arguments}
-    return {"id": fields.text("id", "", 128), "type": "function", "function": named}
+    named = {"name": function.text("name", "", MAX_NAME_CHARACTERS), "arguments": arguments}
+    return {"id": fields.text("id", "", MAX_ID_CHARACTERS), "type": "function", "function": named}
 
 
 def _content(path: str, value: Any) -> str:

@@ -11,11 +11,15 @@ from foreword.server.fields import Fields, parse_object, wrong_type
 from foreword.server.openai import chat_prompt, check_model, text_prompt, token_ids
 from foreword.server.tools import parse_tools
 
+TOKENIZE = ("model", "prompt", "messages", "tools")
+TOKENIZE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"add_special_tokens": (True,)}
+DETOKENIZE = ("model", "tokens")
+
 
 def tokenize(engine: Engine, raw: bytes) -> dict[str, Any]:
     """Token ids of `prompt`, or of `messages` (and `tools`) as a chat renders them."""
     fields = Fields(parse_object(raw))
-    fields.only(("model", "prompt", "messages", "tools"), {"add_special_tokens": (True,)})
+    fields.only(TOKENIZE, TOKENIZE_UNSUPPORTED)
     if "model" in fields:
         check_model(engine, fields.get("model"))
     if ("prompt" in fields) == ("messages" in fields):
@@ -23,6 +27,8 @@ def tokenize(engine: Engine, raw: bytes) -> dict[str, Any]:
     if "messages" in fields:
         ids = chat_prompt(engine, fields, parse_tools(fields))
     else:
+        if "tools" in fields:
+            raise ApiError("'tools' needs 'messages'.", "tools")
         prompt = fields.get("prompt")
         if not isinstance(prompt, str):
             raise wrong_type("prompt", "a string", prompt)
@@ -33,7 +39,7 @@ def tokenize(engine: Engine, raw: bytes) -> dict[str, Any]:
 def detokenize(engine: Engine, raw: bytes) -> dict[str, Any]:
     """The text of `tokens`, special tokens included."""
     fields = Fields(parse_object(raw))
-    fields.only(("model", "tokens"), {})
+    fields.only(DETOKENIZE, {})
     if "model" in fields:
         check_model(engine, fields.get("model"))
     tokens = fields.required("tokens")

@@ -13,7 +13,7 @@ from typing import Any
 
 from foreword.core.request import ToolStyle
 from foreword.server.errors import ApiError
-from foreword.server.fields import Fields, shown, wrong_type
+from foreword.server.fields import Fields, json_in, shown, wrong_type
 from foreword.server.formats import json_rule, schema_of
 
 MAX_TOOLS = 128
@@ -26,7 +26,7 @@ To call one, write its name and arguments as JSON, so:
 <tool_call>
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 </tool_call>"""
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _arguments_key(style: ToolStyle) -> str:
 
 def parse_tools(fields: Fields) -> Tools:
     """The request's `tools`, `tool_choice` and `parallel_tool_calls`."""
-    offered = fields.get("tools") or []
+    offered = fields.get("tools") if "tools" in fields else []
     if not isinstance(offered, list):
         raise wrong_type("tools", "a list of tools", offered)
     if len(offered) > MAX_TOOLS:
@@ -93,6 +93,7 @@ def parse_tools(fields: Fields) -> Tools:
     wanted = Fields(choice, "tool_choice")
     wanted.only(("function",), {"type": ("function",)})
     named = Fields(wanted.object("function"), "tool_choice.function")
+    named.only(("name",), {})
     name = named.required("name")
     if name not in names:
         raise ApiError(
@@ -112,7 +113,7 @@ def _definition(path: str, value: Any) -> dict[str, Any]:
     function = Fields(fields.object("function"), f"{path}.function")
     function.only(("name", "description", "parameters", "strict"), {})
     name = function.required("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise wrong_type(
             f"{path}.function.name", "1 to 64 letters, digits, dashes or underscores", name
         )
@@ -195,18 +196,16 @@ class ToolCalls:
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
         """The calls that a JSON text holds, one or a list; none where it is anything else."""
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return []
+        found = json_in(text)
         calls = []
         for item in found if isinstance(found, list) else [found]:
-            arguments = (
-                item.get("arguments", item.get("parameters")) if isinstance(item, dict) else 0
-            )
-            if not isinstance(arguments, dict) or str(item.get("name")) not in self._names:
+            call = item if isinstance(item, dict) else {}
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+            if not isinstance(name, str) or name not in self._names:
                 return []
-            calls.append(self._call(item["name"], arguments))
+            if not isinstance(arguments, dict):
+                return []
+            calls.append(self._call(name, arguments))
         self.num_calls += len(calls)
         return calls
 
