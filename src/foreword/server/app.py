@@ -21,6 +21,7 @@ from foreword.server.answer import Answer
 from foreword.server.errors import ApiError, error_body
 from foreword.server.metrics import CONTENT_TYPE, exposition
 from foreword.server.openai import Call, Kind, check_model, parse
+from foreword.server.openapi import page
 from foreword.server.stream import EventStream, merged, unless_gone
 from foreword.server.tenants import Tenants
 from foreword.server.tokens import detokenize, tokenize
@@ -30,7 +31,7 @@ BODY_S_MAX = 60.0  # to send a body
 RETRY_AFTER_S = 1
 ROUTES = (
     "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, "
-    "POST /cache/clear, GET /v1/models, GET /health and GET /metrics"
+    "POST /cache/clear, GET /v1/models, GET /health, GET /metrics and GET /openapi.json"
 )
 
 
@@ -40,6 +41,7 @@ class Api:
     def __init__(self, engine: core.Engine, api_keys: Sequence[str]) -> None:
         self._engine = engine
         self._tenants = Tenants(api_keys)
+        self._asks_for_key = bool(api_keys)
         self._decode = lru_cache(maxsize=1 << 16)(engine.decode)
         self._created = int(time.time())
         self._stopped = False  # an engine that stopped once never serves again
@@ -113,6 +115,9 @@ class Api:
     async def metrics(self, _request: Request) -> Response:
         return Response(exposition(self._engine.stats), headers={"Content-Type": CONTENT_TYPE})
 
+    async def openapi(self, _request: Request) -> Response:
+        return JSONResponse(page(self._engine.card, self._asks_for_key))
+
 
 async def _read(request: Request) -> bytes:
     """The body. One that is too large is read to its end and dropped on the way: a client that is
@@ -170,8 +175,8 @@ def create_app(
 ) -> ASGIApp:
     """The ASGI application that serves `engine`. Starting and stopping it is the caller's.
 
-    With `api_keys` every route but /health and /metrics asks for one; pages of `cors_origins` ("*"
-    for all) may call from a browser.
+    With `api_keys` every route but /health, /metrics and /openapi.json asks for one; pages of
+    `cors_origins` ("*" for all) may call from a browser.
     """
     api = Api(engine, api_keys)
     app = Starlette(
@@ -185,6 +190,7 @@ def create_app(
             Route("/v1/models/{name:path}", api.model),
             Route("/health", api.health),
             Route("/metrics", api.metrics),
+            Route("/openapi.json", api.openapi),
         ],
         exception_handlers={
             RequestError: _on_error,

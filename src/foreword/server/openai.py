@@ -21,7 +21,28 @@ MAX_N = 128
 MAX_STOPS = 4
 MAX_SALT_CHARACTERS = 128
 MAX_BIASES = 1024  # every one is applied again for each token
+MAX_BIAS = 100
+TOKEN_ID = "0|[1-9][0-9]{0,9}"  # as a key
+MAX_TOP_LOGPROBS: dict[Kind, int] = {"chat": 20, "text": 5}
 INT64_MAX = (1 << 63) - 1
+
+# Each with its default, the least and the most.
+NUMBERS: dict[str, tuple[float, float, float]] = {
+    "temperature": (1.0, 0, 2),
+    "top_p": (1.0, 0, 1),
+    "min_p": (0.0, 0, 1),
+    "presence_penalty": (0.0, -2, 2),
+    "frequency_penalty": (0.0, -2, 2),
+    "repetition_penalty": (1.0, 0.01, 100),
+}
+INTEGERS: dict[str, tuple[int | None, int, int]] = {
+    "n": (1, 1, MAX_N),
+    "max_tokens": (None, 1, INT64_MAX),
+    "max_completion_tokens": (None, 1, INT64_MAX),
+    "min_tokens": (0, 0, INT64_MAX),
+    "top_k": (0, 0, INT64_MAX),
+    "seed": (None, -INT64_MAX - 1, INT64_MAX),
+}
 
 # What an answer does not depend on: `user` and its like name the sender, `metadata` is for stored
 # answers, `prompt_cache_key` is advice to a fleet.
@@ -86,7 +107,7 @@ def parse(engine: Engine, kind: Kind, raw: bytes, tenant: str = "") -> Call:
     check_model(engine, fields.required("model"))
     stream = fields.boolean("stream")
     include_usage = _include_usage(fields, stream)
-    n = fields.integer("n", 1, 1, MAX_N) or 1
+    n = fields.integer("n", *INTEGERS["n"]) or 1
     salt = fields.text("cache_salt", "", MAX_SALT_CHARACTERS)
     salt = f"{tenant}:{salt}" if tenant else salt
     asked = _max_tokens(fields)
@@ -140,8 +161,9 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
 
 def _max_tokens(fields: Fields) -> int | None:
     """The number asked for. Its upper limit depends on the prompt: see `_within_context`."""
-    old = fields.integer("max_tokens", None, 1, INT64_MAX)
-    new = fields.integer("max_completion_tokens", None, 1, INT64_MAX)
+    old, new = (
+        fields.integer(name, *INTEGERS[name]) for name in ("max_tokens", "max_completion_tokens")
+    )
     if old is not None and new is not None and old != new:
         raise ApiError(
             f"'max_tokens' is {old} and 'max_completion_tokens' {new}: send one of them.",
@@ -167,15 +189,8 @@ def _within_context(engine: Engine, num_prompt: int, asked: int | None, kind: Ki
 def _sampling(engine: Engine, kind: Kind, fields: Fields) -> dict[str, Any]:
     """Arguments of SamplingParams, without `max_tokens`."""
     return {
-        "temperature": fields.number("temperature", 1.0, 0, 2),
-        "top_p": fields.number("top_p", 1.0, 0, 1),
-        "top_k": fields.integer("top_k", 0, 0, INT64_MAX),
-        "min_p": fields.number("min_p", 0.0, 0, 1),
-        "presence_penalty": fields.number("presence_penalty", 0.0, -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", 0.0, -2, 2),
-        "repetition_penalty": fields.number("repetition_penalty", 1.0, 0.01, 100),
-        "min_tokens": fields.integer("min_tokens", 0, 0, INT64_MAX),
-        "seed": fields.integer("seed", None, -INT64_MAX - 1, INT64_MAX),
+        **{name: fields.number(name, *limits) for name, limits in NUMBERS.items()},
+        **{name: fields.integer(name, *INTEGERS[name]) for name in ("min_tokens", "top_k", "seed")},
         "stop": _stop(fields),
         "logprobs": _logprobs(kind, fields),
         "logit_bias": _logit_bias(fields, engine.card.vocab_size),
@@ -185,9 +200,9 @@ def _sampling(engine: Engine, kind: Kind, fields: Fields) -> dict[str, Any]:
 
 def _logprobs(kind: Kind, fields: Fields) -> int | None:
     if kind == "text":
-        return fields.integer("logprobs", None, 0, 5)
+        return fields.integer("logprobs", None, 0, MAX_TOP_LOGPROBS["text"])
     wanted = fields.boolean("logprobs")
-    num_top = fields.integer("top_logprobs", None, 0, 20)
+    num_top = fields.integer("top_logprobs", None, 0, MAX_TOP_LOGPROBS["chat"])
     if num_top is not None and not wanted:
         raise ApiError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     return (num_top or 0) if wanted else None
@@ -215,13 +230,13 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
         )
     biases = Fields(table, "logit_bias")
     for key in table:
-        if not re.fullmatch("0|[1-9][0-9]{0,9}", key) or int(key) >= vocab_size:
+        if not re.fullmatch(TOKEN_ID, key) or int(key) >= vocab_size:
             raise ApiError(
                 f"'logit_bias' has the key {shown(key)}; keys are token ids from 0 to "
                 f"{vocab_size - 1}.",
                 "logit_bias",
             )
-    return {int(key): biases.number(key, 0.0, -100, 100) for key in table}
+    return {int(key): biases.number(key, 0.0, -MAX_BIAS, MAX_BIAS) for key in table}
 
 
 def _text_prompts(engine: Engine, fields: Fields, num_max: int) -> list[list[int]]:
