@@ -64,13 +64,13 @@ def test_bodies_that_follow_the_page_are_served(path: str) -> None:
     num_served = 0
 
     @given(SCHEMA[path]["POST"].as_strategy())
-    @settings(max_examples=30)
+    @settings(max_examples=50)
     def check(case: schemathesis.Case) -> None:
         nonlocal num_served
         num_served += case.call().status_code == 200
 
     check()
-    assert num_served > 5
+    assert num_served > 3
 
 
 def test_routes_are_those_of_the_server() -> None:
