@@ -15,6 +15,7 @@ from foreword.engine import exact, verdict
 from foreword.engine.attention import AttentionRules
 from foreword.engine.exact import ExactRules, Tiling, in_tiles, in_whole_vectors
 from foreword.engine.model import load_model
+from foreword.engine.quantised import KINDS
 from foreword.engine.runner import Part, Runner
 from tiny import VOCAB_SIZE, make_tiny
 
@@ -26,8 +27,9 @@ PER_TABLE = -(-NUM_TOKENS // BLOCK)
 class Exact:
     """A runner, a prompt, and what one prefill of all of it gave."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.runner = Runner(load_model(str(folder), dtype=dtype), 12 * PER_TABLE, BLOCK, True)
+    def __init__(self, folder: Path, numbers: str) -> None:
+        choice = {"quantise": numbers} if numbers in KINDS else {"dtype": numbers}
+        self.runner = Runner(load_model(str(folder), **choice), 12 * PER_TABLE, BLOCK, True)
         claims, reason = self.runner.exactness
         if not claims:
             assert "the self-test found other bits in" in reason
@@ -67,15 +69,15 @@ class Exact:
 @pytest.fixture(
     scope="module",
     params=[
-        (kind, dtype)
+        (kind, numbers)
         for kind in ("llama", "qwen3", "mistral", "olmo2")
-        for dtype in ("bfloat16", "float32")
+        for numbers in ("bfloat16", "float32", *KINDS)
     ],
     ids="-".join,
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exact:
-    kind, dtype = request.param
-    return Exact(make_tiny(tmp_path_factory.mktemp(kind), kind), dtype)
+    kind, numbers = request.param
+    return Exact(make_tiny(tmp_path_factory.mktemp(kind), kind), numbers)
 
 
 @pytest.mark.parametrize("chunk", [511, 256, 193, 65, 33, 7])

@@ -68,7 +68,8 @@ def test_flags_default_to_the_engine_s_own() -> None:
 def test_every_flag_reaches_the_engine() -> None:
     line = (
         "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
-        "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7"
+        "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7 "
+        "--quantise int8"
     )
     assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
         model="here",
@@ -82,6 +83,7 @@ def test_every_flag_reaches_the_engine() -> None:
         exact=False,
         prefix_caching=False,
         num_threads=7,
+        quantise="int8",
     )
 
 

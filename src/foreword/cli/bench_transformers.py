@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Ours:
     """A Runner with eight prefilled sequences; the ninth block table is for prefill."""
 
-    def __init__(self, args: argparse.Namespace, exact: bool) -> None:
-        model = load_model(args.model, dtype=args.dtype)
+    def __init__(self, args: argparse.Namespace, exact: bool, quantise: str | None = None) -> None:
+        model = load_model(args.model, dtype=args.dtype, quantise=quantise)
         self.per_sequence = -(-(args.prompt + STEPS + 1) // BLOCK_SIZE)
         self.runner = Runner(model, 9 * self.per_sequence, BLOCK_SIZE, exact)
         self.prompt = args.prompt

@@ -31,6 +31,11 @@ COMMANDS = {
         True,
         "the engine against plain transformers",
     ),
+    "bench quality": (
+        "foreword.cli.bench_quality",
+        True,
+        "quantised weights against bfloat16: quality and speed",
+    ),
     "verify": ("foreword.cli.verify", True, "does reuse change any answer?"),
 }
 

@@ -18,7 +18,7 @@ class Identity:
     Digests are lower-case hex; an empty string means "does not apply" (no LoRA, no numerics rule).
     """
 
-    weights: str  # SHA-256 over the weights' files, not the served name
+    weights: str  # SHA-256 over the weights' files and how they are quantised, not the served name
     dtype: str  # of the stored keys and values, as torch names it: "bfloat16"
     num_layers: int
     num_kv_heads: int

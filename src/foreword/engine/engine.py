@@ -54,6 +54,7 @@ class EngineSettings:
     exact: bool = True
     prefix_caching: bool = True
     num_threads: int | None = None  # None: torch's own choice
+    quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
 
 
 class Stream:
@@ -120,6 +121,7 @@ class TorchEngine:
             dtype=settings.dtype,
             device=settings.device,
             max_model_len=settings.max_model_len,
+            quantise=settings.quantise,
         )
         num_blocks = settings.kv_bytes // model.block_bytes(BLOCK_SIZE)
         if num_blocks < 2:
@@ -155,8 +157,10 @@ class TorchEngine:
         """What the server says of itself at start, in order."""
         pool = self.cache.pool
         size = pool.num_blocks * self.model.block_bytes(BLOCK_SIZE) / (1 << 20)
+        quantised = self.model.quantised
         return {
             "model": f"{self.card.name}, {self.settings.dtype} on {self.settings.device}",
+            **({"weights": quantised.description} if quantised else {}),
             "context": f"{self.card.max_model_len:,} tokens",
             "KV pool": f"{pool.num_blocks * BLOCK_SIZE:,} tokens, {size:,.0f} MiB",
             "reuse": "on" if self.settings.prefix_caching else "off",

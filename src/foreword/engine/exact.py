@@ -24,6 +24,7 @@ from foreword.engine.attention import ANY_WIDTH, AttentionRules, Part
 from foreword.engine.kv import TILE, LayerShape, PagedKV
 from foreword.engine.linear import PackedGated, PackedLinear
 from foreword.engine.model import LoadedModel
+from foreword.engine.quantised import WEIGHTS_IN_ROWS, Int4Linear, Int8Linear, QuantisedLinear
 
 COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 _HEAD_COUNTS = COUNTS[:8]  # the output layer sees one row per sequence, and is large
@@ -32,6 +33,13 @@ _WEIGHTS_IN_ROWS = 128  # reading a layer's weights costs about as much as compu
 _MANY_COLUMNS = 8192  # of a layer, which show a difference in one draw of rows
 _SHARE = 32768  # elements: PyTorch starts no thread for fewer
 _VECTORS = 64  # elements: no vector loop handles more at a time
+_LINEAR: dict[type[nn.Module], str] = {  # kinds of layer, and what tells their kernels apart
+    nn.Linear: "",
+    PackedLinear: "",
+    PackedGated: " gated",
+    Int4Linear: " int4",
+    Int8Linear: " int8",
+}
 _ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
 _TEST_BLOCK = 16  # tokens
 _TEST_CHUNKS = (33, 65, 193, 478, 1, 14)  # cuts at 33, 98, 291, 769 and 770
@@ -45,8 +53,9 @@ class Tiling:
     """How one shape of linear layer is cut into calls of row counts that give the same bits, so
     that which of them are used is a question of time alone."""
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, counts: Sequence[int], weights_in_rows: int = _WEIGHTS_IN_ROWS) -> None:
         self.counts = tuple(counts)
+        self._weights_in_rows = weights_in_rows
         self._plans: dict[int, tuple[int, ...]] = {}
 
     def plan(self, num_rows: int) -> tuple[int, ...]:
@@ -54,12 +63,17 @@ class Tiling:
         second one for the rest."""
         plan = self._plans.get(num_rows)
         if plan is None:
-            plan = self._plans[num_rows] = min(_plans(num_rows, self.counts), key=_cost)
+            plan = self._plans[num_rows] = min(_plans(num_rows, self.counts), key=self._cost)
         return plan
 
     def effort(self, steps: Sequence[int]) -> float:
         """How much work steps of so many rows become, relative to calls of any row count."""
-        return sum(_cost(self.plan(num_rows)) / _cost((num_rows,)) for num_rows in steps)
+        return sum(self._cost(self.plan(rows)) / self._cost((rows,)) for rows in steps)
+
+    def _cost(self, plan: Sequence[int]) -> int:
+        """In rows. A model and not a clock: a busy machine would teach a clock nonsense, and two
+        starts must choose alike, or blocks of the earlier one would not fit."""
+        return sum(self._weights_in_rows + count for count in plan)
 
 
 def _plans(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -67,12 +81,6 @@ def _plans(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
         whole, rest = divmod(num_rows, first)
         for second in counts if rest else (1,):
             yield (first,) * whole + (second,) * -(-rest // second)
-
-
-def _cost(plan: Sequence[int]) -> int:
-    """In rows. A model and not a clock: a busy machine would teach a clock nonsense, and two starts
-    must choose alike, or blocks of the earlier one would not fit."""
-    return sum(_WEIGHTS_IN_ROWS + count for count in plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +173,8 @@ def linear_shapes(module: nn.Module) -> dict[str, list[nn.Linear]]:
     head = getattr(module, "get_output_embeddings", lambda: None)()
     shapes: dict[str, list[nn.Linear]] = {}
     for layer in module.modules():
-        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, PackedLinear, PackedGated):
-            name = f"{layer.out_features}x{layer.in_features}"
-            name += " gated" * isinstance(layer, PackedGated)
+        if isinstance(layer, nn.Linear) and type(layer) in _LINEAR:
+            name = f"{layer.out_features}x{layer.in_features}{_LINEAR[type(layer)]}"
             name += "+bias" * (layer.bias is not None) + " head" * (layer is head)
             shapes.setdefault(name, []).append(layer)
     return shapes
@@ -213,11 +220,15 @@ def measure(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exactn
 def agreeing_counts(layer: nn.Linear, counts: Sequence[int]) -> Tiling:
     """Row counts whose results agree bit for bit in every row; of several such sets, the one that
     costs typical steps least."""
+    if isinstance(layer, QuantisedLinear):
+        like, in_rows = layer.scales, WEIGHTS_IN_ROWS
+    else:
+        like, in_rows = layer.weight, _WEIGHTS_IN_ROWS
     generator = torch.Generator().manual_seed(0)
     results: dict[int, list[Tensor]] = {count: [] for count in counts}
     for _ in range(1 if layer.out_features > _MANY_COLUMNS else 2):
         drawn = torch.randn(counts[-1], layer.in_features, generator=generator)
-        rows = drawn.to(layer.weight.device, layer.weight.dtype)
+        rows = drawn.to(like.device, like.dtype)
         for count in counts:
             num_calls = min(counts[-1], max(64 if count <= 32 else 512, count)) // count
             results[count].append(in_tiles(rows[: num_calls * count], layer, (count,) * num_calls))
@@ -230,7 +241,8 @@ def agreeing_counts(layer: nn.Linear, counts: Sequence[int]) -> Tiling:
         else:
             agreeing.append([count])
     steps = [num_rows for num_rows in _TYPICAL if num_rows <= counts[-1]]
-    return min(map(Tiling, agreeing), key=lambda tiling: tiling.effort(steps))
+    tilings = [Tiling(members, in_rows) for members in agreeing]
+    return min(tilings, key=lambda tiling: tiling.effort(steps))
 
 
 def _equal_rows(left: Tensor, right: Tensor) -> bool:

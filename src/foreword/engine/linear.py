@@ -21,6 +21,11 @@ class Gated(nn.Module):
         super().__init__()
         self.gate, self.up, self.activation = gate, up, activation
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether both weights are as PyTorch keeps them."""
+        return type(self.gate) is nn.Linear and type(self.up) is nn.Linear
+
     def forward(self, rows: Tensor) -> Tensor:
         result: Tensor = self.activation(self.gate(rows)) * self.up(rows)
         return result
@@ -75,5 +80,5 @@ def pack(module: nn.Module) -> None:
         for name, layer in parent.named_children():
             if type(layer) is nn.Linear:
                 setattr(parent, name, PackedLinear(layer))
-            elif type(layer) is Gated and isinstance(layer.activation, _SILU):
+            elif type(layer) is Gated and layer.is_plain and isinstance(layer.activation, _SILU):
                 setattr(parent, name, PackedGated(layer))

@@ -30,6 +30,7 @@ from foreword.engine.decoder import fuse
 from foreword.engine.files import digest_of
 from foreword.engine.kv import LayerShape, block_bytes, cache_argument
 from foreword.engine.linear import pack
+from foreword.engine.quantised import Quantised, check_quantisation, quantise_layers
 from foreword.engine.source import DEFAULT_MODEL, ModelNotFound, ModelRefused, find_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -55,6 +56,7 @@ class LoadedModel:
     layers: tuple[LayerShape, ...]
     eos_token_ids: frozenset[int]
     special_token_ids: frozenset[int]
+    quantised: Quantised | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -70,7 +72,7 @@ class LoadedModel:
         kept = {name: value for name, value in config.items() if name not in _NAMES}
         first = self.layers[0]
         return Identity(
-            weights=self._weights_digest,
+            weights=self._weights(),
             dtype=str(self.module.dtype).removeprefix("torch."),
             num_layers=len(self.layers),
             num_kv_heads=first.num_kv_heads,
@@ -111,6 +113,11 @@ class LoadedModel:
         """Characters (in byte-level tokenizers bytes) of the longest token."""
         return max(len(token) for token in self.tokenizer.get_vocab())
 
+    def _weights(self) -> str:
+        if self.quantised is None:
+            return self._weights_digest
+        return sha256(f"{self._weights_digest};{self.quantised.scheme}".encode()).hexdigest()
+
     @cached_property
     def _weights_digest(self) -> str:
         files = sorted(self.folder.glob("*.safetensors"))
@@ -123,14 +130,19 @@ def load_model(
     dtype: str = "bfloat16",
     device: str = "cpu",
     max_model_len: int | None = None,
+    quantise: str | None = None,
 ) -> LoadedModel:
     """Load "smollm2", a Hugging Face folder, a GGUF file or ORG/NAME of the hub.
 
     `max_model_len` (tokens) may exceed what the model was trained for; that is logged.
-    Raises ModelNotFound, or ModelRefused for a model whose KV cannot be shared.
+    `quantise`: "int4" or "int8" weights, for bfloat16 on the CPU.
+    Raises ModelNotFound, ModelRefused for a model whose KV cannot be shared, or ValueError for what
+    cannot be chosen together.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if quantise is not None:
+        check_quantisation(quantise, dtype, device)
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, name = find_model(source)
     where: dict[str, Any] = {
@@ -165,6 +177,7 @@ def load_model(
     module.to(device).eval().requires_grad_(False)
     layers = probe_layers(module)
     fuse(module)
+    quantised = quantise_layers(module, quantise) if quantise else None
     pack(module)
     return LoadedModel(
         module=module,
@@ -177,6 +190,7 @@ def load_model(
         special_token_ids=frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         ),
+        quantised=quantised,
     )
 
 
