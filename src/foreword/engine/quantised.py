@@ -152,7 +152,8 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     values = weight.float().view(len(weight), -1, GROUP)
     low, high = values.aminmax(dim=2)
     scale = ((high - low) / 15).to(weight.dtype)
-    middle = (low + 8 * scale.float()).to(weight.dtype)
+    # From the middle of the range, so that a scale rounded off misses both ends by half of it.
+    middle = ((low + high + scale.float()) / 2).to(weight.dtype)
     steps = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
     codes = ((values - middle.float()[:, :, None]) / steps).round_().add_(8).clamp_(0, 15)
     return codes.flatten(1).to(torch.int32), torch.stack((scale, middle), 2)
