@@ -18,6 +18,7 @@ ERRORS = {
     404: "Another model's name, or no such route.",
     405: "No such method on the route.",
     408: "The body took too long to come.",
+    409: "Requests are running, and they hold what they reuse.",
     413: "The body is too large.",
     429: "The queue is full: try again later.",
     500: "The engine failed at this request; its log says why.",
@@ -62,9 +63,15 @@ def _paths(asks_for_key: bool) -> Schema:
     }
     model, models = _answer("Model"), _answer("ModelList")
     health = {"200": _answer("Health"), "503": stopped}
+    cleared = {
+        "summary": "Forget all known prefixes",
+        **guard,
+        "responses": {"200": _answer("Cleared"), **_errors(401, 409, 503)},
+    }
     document = {"description": "This document.", "content": _json({"type": "object"})}
     return {
         **{path: {"post": operation} for path, operation in calls.items()},
+        "/cache/clear": {"post": cleared},
         "/v1/models": _get("The served model, in a list", {"200": models, **_errors(401)}, guard),
         "/v1/models/{name}": {
             "parameters": [name],

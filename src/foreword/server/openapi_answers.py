@@ -30,6 +30,7 @@ def answers(card: ModelCard) -> dict[str, Schema]:
         "Detokenized": answered(prompt=STRING),
         "Model": answered(**model, owned_by=STRING, max_model_len=context),
         "ModelList": answered(object={"const": "list"}, data=list_of(ref("Model"))),
+        "Cleared": answered(cleared={"const": True}),
         "Health": answered(status={"const": "ok"}),
         "Error": answered(error=answered(**fault)),
     }
