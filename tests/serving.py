@@ -11,19 +11,20 @@ import uvicorn
 from echo import EchoEngine
 from foreword.cli.serve import bind
 from foreword.server.app import create_app
+from foreword.server.connection import Connection
 
 
 @contextmanager
 def serving(engine: EchoEngine, **access: Any) -> Iterator[str]:
     """The URL of a server with `create_app`'s other arguments."""
     app = create_app(engine, **access)
-    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+    config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        while not server.started:
-            time.sleep(0.005)
+        while not server.started and thread.is_alive():
+            time.sleep(0.002)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join()

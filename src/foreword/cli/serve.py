@@ -22,6 +22,7 @@ from foreword.cli.warm import read_openings, warm
 from foreword.core.errors import EngineStopped
 from foreword.core.request import Request
 from foreword.server.app import create_app
+from foreword.server.connection import Connection
 
 if TYPE_CHECKING:
     from foreword.engine.engine import TorchEngine
@@ -137,6 +138,7 @@ async def _serve(
     running ones finish for DRAIN_S, and tell those that did not."""
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         lifespan="off",

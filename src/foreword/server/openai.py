@@ -19,6 +19,7 @@ Kind = Literal["chat", "text"]
 
 MAX_N = 128
 MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024  # each is looked for again after each token
 MAX_SALT_CHARACTERS = 128
 MAX_BIASES = 1024  # every one is applied again for each token
 MAX_BIAS = 100
@@ -219,6 +220,12 @@ def _stop(fields: Fields) -> tuple[str, ...]:
         raise ApiError(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed.", "stop")
     if "" in stops:
         raise ApiError("'stop' holds an empty string: leave it out.", "stop")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
+        raise ApiError(
+            f"'stop' has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are "
+            "allowed.",
+            "stop",
+        )
     return tuple(stops)
 
 

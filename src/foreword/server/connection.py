@@ -1,0 +1,94 @@
+"""One client's connection: uvicorn's HTTP/1.1 with a bound on every wait for the client.
+
+uvicorn itself bounds only the silence between two requests: a head that never ends, or an answer
+that nobody reads, would be held for ever.
+"""
+
+import asyncio
+import json
+from typing import cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foreword.server.errors import ApiError, error_body
+
+HEAD_S_MAX = 10.0  # from the connection, or the end of an answer, to the next whole head
+STALL_S_MAX = 30.0  # in which a client must read something of what waits for it
+AHEAD_BYTES_MAX = 64 << 10  # of later requests, read while one is answered
+
+
+class Connection(H11Protocol):
+    """While no request is answered, the next head must be whole within HEAD_S_MAX, however it
+    drips. While an answer waits to be read, some of it must go within each STALL_S_MAX. A client
+    that misses either is cut off; its request is cancelled as if it had left."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        # From the first byte that the kernel does not take: what is less would wait unwatched.
+        self.transport.set_write_buffer_limits(high=0)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch_head()
+        ahead, _ = self.conn.trailing_data
+        if self.conn.their_state is h11.DONE and len(ahead) <= AHEAD_BYTES_MAX:
+            # uvicorn stops reading at the start of a later request. Then nobody would notice that
+            # the client leaves.
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        if self.cycle and not self.cycle.response_complete:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S_MAX, self.transport.close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _watch_reading(self, num_unread: int) -> None:
+        self._stall_timer = self.loop.call_later(STALL_S_MAX, self._on_stall, num_unread)
+
+    def _on_stall(self, num_unread: int) -> None:
+        num_left = self.transport.get_write_buffer_size()
+        if num_left < num_unread:
+            self._watch_reading(num_left)
+        else:
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in OpenAI's shape; where an answer has begun, just close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error_body(ApiError(msg, code="invalid_http"))).encode()
+            headers = [
+                ("Content-Type", "application/json"),
+                ("Content-Length", str(len(body))),
+                ("Connection", "close"),
+            ]
+            response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (response, h11.Data(body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
