@@ -5,8 +5,6 @@ import json
 import os
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from foreword.cli.client import Client
 from foreword.cli.failure import Failure
 
@@ -22,20 +20,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     try:
         if args.command == "cache clear":
             return dict(json.loads(client.read("POST", "/cache/clear")))
-        return stats(client.read("GET", "/metrics").decode())
+        return stats(client.metrics())
     except OSError as error:
         raise Failure(f"no server answers at {args.url}: {error}", "failed") from error
 
 
-def stats(text: str) -> dict[str, Any]:
-    """What `/metrics` says of the cache, since the server's start. Rates are None before the first
+def stats(metrics: dict[str, float]) -> dict[str, Any]:
+    """What they say of the cache, since the server's start. Rates are None before the first
     request."""
-    found = {
-        sample.name.removeprefix("foreword_"): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if not sample.labels
-    }
+    found = {name.removeprefix("foreword_"): value for name, value in metrics.items()}
     num_hit = found["prefix_cache_hit_tokens_total"]
     num_prompt = num_hit + found["prefix_cache_miss_tokens_total"]
     num_queries, num_answers = found["prefix_cache_queries_total"], found["ttft_seconds_count"]

@@ -12,6 +12,8 @@ from contextlib import closing, contextmanager
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from foreword.cli.failure import Failure
 
 START_S = 180.0  # to load a model
@@ -56,9 +58,7 @@ class Client:
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed answer. Raises Failure with the server's words where it refuses
         or fails, OSError where it is gone. Closing the iterator cancels the request."""
-        with closing(self._connect(self._host, self._port, timeout=ANSWER_S)) as connection:
-            payload = json.dumps({**body, "stream": True})
-            connection.request("POST", f"{self._path}{path}", payload, self._headers)
+        with self.sent(path, body) as connection:
             response = connection.getresponse()
             if response.status != 200:
                 raise self._refusal(response.status, response.read())
@@ -68,6 +68,20 @@ class Client:
                     if "error" in event:
                         raise Failure(event["error"]["message"], "failed")
                     yield event
+
+    @contextmanager
+    def sent(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+        """A connection on which a streamed answer was asked for. Leaving the context cancels it."""
+        with closing(self._connect(self._host, self._port, timeout=ANSWER_S)) as connection:
+            payload = json.dumps({**body, "stream": True})
+            connection.request("POST", f"{self._path}{path}", payload, self._headers)
+            yield connection
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics says, by name; of histograms only sum and count. Raises as `read` does."""
+        families = text_string_to_metric_families(self.read("GET", "/metrics").decode())
+        samples = [sample for family in families for sample in family.samples]
+        return {sample.name: sample.value for sample in samples if not sample.labels}
 
     def _refusal(self, status: int, raw: bytes) -> Failure:
         try:

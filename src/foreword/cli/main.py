@@ -26,6 +26,7 @@ COMMANDS = {
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
+    "bench load": ("foreword.cli.bench_load", True, "many streams, some left; what stays behind"),
     "bench transformers": (
         "foreword.cli.bench_transformers",
         True,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -147,7 +147,8 @@ class _Collected:
 
 
 def exposition(stats: EngineStats) -> bytes:
-    """All metrics in Prometheus's text format."""
+    """All metrics in Prometheus's text format, and on Linux its usual ones of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(stats))
+    ProcessCollector(registry=registry)
     return generate_latest(registry)
