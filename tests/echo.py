@@ -114,11 +114,20 @@ def _sample(request: Request, index: int, num_cached: int) -> list[Output]:
                 _logprobs(params, token_id, offset),
                 reason if last or met else None,
                 num_cached,
+                _prompt_logprobs(request, index) if at == 0 else (),
             )
         )
         if met:
             break
     return outputs
+
+
+def _prompt_logprobs(request: Request, index: int) -> tuple[TokenLogprob, ...]:
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None or index:
+        return ()
+    top = [(0, -0.25), (1, -0.5)][:num_top]
+    return tuple(TokenLogprob(token_id, -1.0, tuple(top)) for token_id in request.prompt[1:])
 
 
 def _logprobs(params: SamplingParams, token_id: int, offset: int) -> tuple[TokenLogprob, ...]:

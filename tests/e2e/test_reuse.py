@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+from dataclasses import replace
 
 import pytest
+import torch
 
 from foreword.cli.measure import Reply, ask
 from foreword.cli.verify import compare
@@ -12,6 +14,7 @@ from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
 from foreword.engine import sequence as sequence_module
 from foreword.engine.engine import BLOCK_SIZE, EngineSettings, TorchEngine
+from foreword.engine.runner import Part, Runner
 from tiny import make_tiny
 
 
@@ -146,6 +149,69 @@ def test_what_cannot_fit_is_refused_with_the_numbers(settings):
             assert caught.value.param == field
 
     run(settings, work)
+
+
+def test_prompt_logprobs_compute_all_and_let_others_reuse(settings):
+    """Over several chunks, with another request beside it, and after a preemption as without."""
+
+    async def reported(engine, prompt, n=1):
+        sampling = SamplingParams(3, temperature=0, ignore_eos=True, prompt_logprobs=1)
+        request = Request("id", tuple(prompt), sampling, n)
+        outputs = [output async for output in engine.generate(request)]
+        found = [output for output in outputs if output.prompt_logprobs]
+        assert [output.index for output in found] == [0]
+        assert outputs[0].num_cached_tokens == 0
+        return found[0].prompt_logprobs
+
+    async def work(engine):
+        prompt = [10 + i * i % 400 for i in range(700)]
+        first = await reported(engine, prompt)
+        assert [logprob.token_id for logprob in first] == prompt[1:]
+        assert all(logprob.top[0][1] >= logprob.logprob for logprob in first)
+        again, _ = await asyncio.gather(
+            reported(engine, prompt, n=2), ask(engine, [5, 6, 7], SamplingParams(30))
+        )
+        plain = await ask(engine, prompt, SamplingParams(3, temperature=0, ignore_eos=True))
+        assert plain.num_cached_tokens == len(prompt) - 1
+        # In one go, as tests/unit/test_runner.py compares with plain transformers.
+        with torch.inference_mode():
+            whole = Runner(engine.model, 64, BLOCK_SIZE, exact=False).step(
+                [Part(list(range(64)), 0, prompt, len(prompt))]
+            )
+        expected = whole.log_softmax(-1)[range(699), prompt[1:]]
+        for got in (first, again):
+            values = torch.tensor([logprob.logprob for logprob in got])
+            torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
+
+    run(settings, work)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 300])
+def test_prompt_logprobs_survive_preemption(settings, num_tokens):
+    """Two prompts that fit one at a time: the younger is preempted while it computes or writes."""
+    small = replace(settings, kv_bytes=1 << 18)
+
+    async def work(engine):
+        room = engine.cache.pool.num_blocks * BLOCK_SIZE
+        prompts = [[7 + i] * (room // 2 - 8) for i in range(2)]
+        sampling = SamplingParams(
+            min(num_tokens, room // 2 - 8), temperature=0, ignore_eos=True, prompt_logprobs=0
+        )
+        requests = [Request(str(i), tuple(p), sampling) for i, p in enumerate(prompts)]
+
+        async def reported(request):
+            return [
+                output.prompt_logprobs
+                async for output in engine.generate(request)
+                if output.prompt_logprobs
+            ]
+
+        answers = await asyncio.gather(*map(reported, requests))
+        assert [[len(found) for found in answer] for answer in answers] == [
+            [len(prompt) - 1] for prompt in prompts
+        ]
+
+    run(small, work)
 
 
 def test_a_stopped_engine_says_so(settings):

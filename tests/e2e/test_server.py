@@ -199,6 +199,20 @@ def test_several_prompts_are_one_answer(client: openai.OpenAI, http: httpx.Clien
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 2
 
 
+def test_prompt_logprobs(http: httpx.Client) -> None:
+    answer = text(http, prompt=["hi", [104, 101]], n=2, max_tokens=1, prompt_logprobs=1).json()
+    least, token = {"logprob": -0.25, "decoded_token": "\x00"}, {"logprob": -1.0}
+    assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [
+        [None, {"0": least, "105": {**token, "decoded_token": "i"}}],
+        [None, {"0": least, "105": {**token, "decoded_token": "i"}}],
+        [None, {"0": least, "101": {**token, "decoded_token": "e"}}],
+        [None, {"0": least, "101": {**token, "decoded_token": "e"}}],
+    ]
+    (choice,) = chat(http, prompt_logprobs=0).json()["choices"]
+    assert len(choice["prompt_logprobs"]) == len("user: hello\n")
+    assert "prompt_logprobs" not in chat(http).json()["choices"][0]
+
+
 def test_leaving_cancels_every_prompt(http: httpx.Client, engine: EchoEngine) -> None:
     engine.step_s = 0.01
     body = {"model": "echo", "prompt": ["x", "y", "z"], "ignore_eos": True, "stream": True}

@@ -79,6 +79,7 @@ BAD_CHAT = [
     ("presence_penalty", False, "a number"),
     ("frequency_penalty", -3, "from -2 to 2"),
     ("repetition_penalty", 0, "from 0.01 to 100"),
+    ("prompt_logprobs", 21, "from 0 to 20"),
     ("min_p", 1.5, "from 0 to 1"),
     ("min_tokens", -1, "from 0"),
     ("min_tokens", 989, "more than the 988 tokens"),

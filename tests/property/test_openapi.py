@@ -49,6 +49,7 @@ REASONS = re.compile(
     r"|'max_completion_tokens' \d+: send one|more than the \d+ tokens that the answer may have"
     r"|'tool_choice' needs 'tools'|'tools' has no such function|an object, as JSON in a string"
     r"|asks for JSON and 'tool_choice' for a call|leave out 'ignore_eos'"
+    r"|come with a whole answer only"
 )
 
 

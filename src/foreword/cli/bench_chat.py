@@ -18,10 +18,11 @@ from foreword.cli.measure import Reply, add_model_arguments, ask, engine_setting
 from foreword.cli.settings import count
 from foreword.core.errors import RequestFailed
 from foreword.core.request import Output
-from foreword.engine.engine import BLOCK_SIZE, Stream, TorchEngine
+from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.model import load_model
 from foreword.engine.runner import Part
 from foreword.engine.scheduler import Step
+from foreword.engine.stream import Stream
 
 WORDS = [
     *("ocean", "river", "mountain", "system", "engine", "memory", "block", "cache", "token"),
@@ -79,7 +80,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     vocab_size = off.card.vocab_size
 
     def count_only(parts: Sequence[Part]) -> torch.Tensor:
-        return torch.zeros(sum(part.wants_logits for part in parts), vocab_size)
+        return torch.zeros(sum(part.num_logits for part in parts), vocab_size)
 
     for number, prompt in enumerate(chat["prompts"], start=1):
         off.runner.step = compute if number in timed else count_only  # type: ignore[method-assign]

@@ -73,19 +73,21 @@ class KVCache:
         self._events: list[KVEvent] = []
         self._leaders: dict[BlockHash, Lease] = {}
 
-    def admit(self, chain: Chain) -> tuple[Lease, list[Copy]] | Refusal:
-        """Lease blocks for every token of `chain`, reusing the longest known prefix.
+    def admit(self, chain: Chain, *, match: bool = True) -> tuple[Lease, list[Copy]] | Refusal:
+        """Lease blocks for every token of `chain`, reusing the longest known prefix; without
+        `match` nothing, for who must see every token computed.
 
         At least the last token is left to compute: its logits are what the caller wants. The
         effects must be performed and reported by `filled`, each before any later token.
         """
         assert len(chain) > 0
-        node, matched = self._match(chain)
+        match = match and self.reuse
+        node, matched = self._match(chain) if match else (self.index.root(chain.root), [])
         start = len(matched)
-        if start < len(chain.hashes) and self._awaited(node, chain.hashes[start]):
+        if match and start < len(chain.hashes) and self._awaited(node, chain.hashes[start]):
             return Refusal.PASSED_OVER
         self.pool.pin(matched)
-        source = self._closest(node, chain, start) if self.reuse else None
+        source = self._closest(node, chain, start) if match else None
         if source is not None:
             self.pool.pin((source[0],))
         fresh = self._take(self._num_blocks(len(chain)) - start)
@@ -192,8 +194,6 @@ class KVCache:
 
     def _match(self, chain: Chain) -> tuple[Node, list[BlockId]]:
         root = self.index.root(chain.root)
-        if not self.reuse:
-            return root, []
         return self.index.walk(root, chain.hashes, 0, (len(chain) - 1) // self.block_size)
 
     def _closest(self, node: Node, chain: Chain, start: int) -> tuple[BlockId, int] | None:

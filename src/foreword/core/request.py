@@ -28,6 +28,7 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # alternatives to report per token; 0 reports the token alone
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which computes them all
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
     grammar: str = ""  # what the answer's text must be, in llguidance's dialect of Lark
@@ -67,6 +68,8 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens of the request that were not computed
+    # Of the prompt's tokens from the second on; in the first output of the first sample.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

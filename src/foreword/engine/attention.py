@@ -47,7 +47,7 @@ class Part:
     block_ids: Sequence[int]  # its block table in prefix order, to the last new token or further
     start: int  # tokens whose KV is in the pool already
     token_ids: Sequence[int]  # the new ones, at least one
-    wants_logits: bool  # of the last token
+    num_logits: int  # how many of the last tokens' are wanted
 
     @property
     def end(self) -> int:

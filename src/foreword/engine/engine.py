@@ -30,6 +30,7 @@ from foreword.engine.runner import Part, Runner
 from foreword.engine.scheduler import Scheduler, Step
 from foreword.engine.sequence import Sequence
 from foreword.engine.stats import Counts
+from foreword.engine.stream import Letter, Stream, put
 from foreword.engine.text import Text, TextStream
 
 log = logging.getLogger("foreword.engine")
@@ -55,22 +56,6 @@ class EngineSettings:
     prefix_caching: bool = True
     num_threads: int | None = None  # None: torch's own choice
     quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
-
-
-class Stream:
-    """One request's way back: outputs of the engine thread to the loop that awaits them."""
-
-    def __init__(self, request: Request, num_open: int) -> None:
-        self.request = request
-        self.num_open = num_open
-        self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Output | EngineStopped | RequestFailed] = asyncio.Queue()
-        self.submitted_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.samples: list[Sequence] = []
-
-
-Letter = tuple[Stream, Output | EngineStopped | RequestFailed]
 
 
 class TorchEngine:
@@ -263,7 +248,7 @@ class TorchEngine:
             self._idle.set()
             for stream in set(self._streams.values()) | posted:
                 stopped = EngineStopped("The engine stopped before this request was done.")
-                _call(stream.loop, [(stream, stopped)])
+                put(stream.loop, [(stream, stopped)])
 
     def _receive(self) -> None:
         """Take new and cancelled requests; sleep while there is nothing to do."""
@@ -284,7 +269,7 @@ class TorchEngine:
             try:
                 self._begin(stream)
             except Exception:  # noqa: BLE001 - one request's fault, and logged
-                _call(stream.loop, [(stream, self._failed(stream))])
+                put(stream.loop, [(stream, self._failed(stream))])
 
     def _begin(self, stream: Stream) -> None:
         request = stream.request
@@ -329,20 +314,29 @@ class TorchEngine:
             assert sequence.lease is not None
             self.runner.copy(copy.source, copy.target, copy.num_tokens)
             self.cache.filled(sequence.lease, copy.num_tokens)
-        logits = self.runner.step([_part(sequence, num) for sequence, num in step.work])
+        parts = [_part(sequence, num) for sequence, num in step.work]
+        logits = self.runner.step(parts)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
         num_prefilled = sum(num for sequence, num in step.work if not sequence.is_decoding)
         num_decoding = sum(sequence.is_decoding for sequence, _num in step.work)
         self._counts.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
-        ready = [s for s, num in step.work if self.scheduler.settle(s, num)]
+        rows = torch.split(logits, [part.num_logits for part in parts])
+        settled = [self.scheduler.settle(sequence, num) for sequence, num in step.work]
+        ready: list[Sequence] = []
         outputs: list[tuple[Stream, Output | RequestFailed]] = []
-        for sequence, row in zip(ready, logits, strict=True):
+        for (sequence, _num), part, own, is_ready in zip(
+            step.work, parts, rows, settled, strict=True
+        ):
             stream = self._streams.get(sequence)
             if stream is None:
                 continue  # another sample of its request failed just now
             try:
-                outputs.append((stream, self._sample(sequence, row)))
+                if sequence.reports_prompt:
+                    sequence.take_prompt(own, part.start)
+                if is_ready:
+                    ready.append(sequence)
+                    outputs.append((stream, self._sample(sequence, own[-1])))
             except Exception:  # noqa: BLE001 - as in _receive
                 outputs.append((stream, self._failed(stream)))
         ready = [sequence for sequence in ready if sequence in self._streams]
@@ -363,7 +357,7 @@ class TorchEngine:
                 self._first_token(stream, output)
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, letters in by_loop.items():
-            _call(loop, letters)
+            put(loop, letters)
 
     def _first_token(self, stream: Stream, output: Output) -> None:
         assert stream.first_token_s is not None
@@ -386,15 +380,5 @@ def _part(sequence: Sequence, num_tokens: int) -> Part:
     start = lease.num_computed_tokens
     stop = start + num_tokens
     token_ids = sequence.chain.token_ids[start:stop]
-    return Part(lease.block_ids, start, token_ids, stop == len(sequence.chain))
-
-
-def _call(loop: asyncio.AbstractEventLoop, letters: Items[Letter]) -> None:
-    def put() -> None:
-        for stream, output in letters:
-            stream.queue.put_nowait(output)
-
-    try:
-        loop.call_soon_threadsafe(put)
-    except RuntimeError:
-        log.debug("an event loop closed before its outputs came")
+    num_logits = num_tokens if sequence.reports_prompt else int(stop == len(sequence.chain))
+    return Part(lease.block_ids, start, token_ids, num_logits)

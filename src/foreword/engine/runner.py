@@ -59,7 +59,7 @@ class Runner:
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Compute the new tokens of all parts in one forward and write their KV.
 
-        Returns logits [parts that want them, vocab], float32, in the order of `parts`.
+        Returns logits [those that the parts want, vocab], float32, in the order of `parts`.
         """
         return forward(self.model, self._exactness.rules, self.kv, parts)
 
@@ -76,7 +76,11 @@ def forward(
     positions = np.concatenate([np.arange(part.start, part.end) for part in ordered])
     last_rows = np.cumsum([len(part.token_ids) for part in ordered]) - 1
     row_of = dict(zip(step.order, last_rows, strict=True))
-    wanted = [row_of[i] for i, part in enumerate(parts) if part.wants_logits]
+    wanted = [
+        row
+        for i, part in enumerate(parts)
+        for row in range(row_of[i] + 1 - part.num_logits, row_of[i] + 1)
+    ]
     row_exact_layers(module).rules = rules
     output = module(
         input_ids=torch.from_numpy(token_ids).to(module.device)[None],

@@ -59,7 +59,7 @@ class Scheduler:
         budget -= len(step.work)
         for sequence in prefilling:
             if sequence.lease is not None and budget > 0:
-                num_tokens = min(budget, sequence.num_uncomputed)
+                num_tokens = sequence.chunk(budget, sequence.num_uncomputed)
                 step.work.append((sequence, num_tokens))
                 budget -= num_tokens
         if self.num_preemptions == num_preemptions:
@@ -94,7 +94,7 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
-            admitted = self.cache.admit(sequence.chain)
+            admitted = self.cache.admit(sequence.chain, match=not sequence.reports_prompt)
             if isinstance(admitted, Refusal):
                 passed_over.append(sequence)
                 if admitted is Refusal.NO_ROOM:
@@ -105,7 +105,9 @@ class Scheduler:
                 sequence.num_cached_tokens = sequence.lease.num_reused_tokens
             step.copies += [(sequence, copy) for copy in copies]
             self.running.append(sequence)
-            num_tokens = min(budget, len(sequence.chain) - sequence.lease.num_reused_tokens)
+            sequence.prompt_logprobs.clear()  # of an admission before a preemption
+            num_left = len(sequence.chain) - sequence.lease.num_reused_tokens
+            num_tokens = sequence.chunk(budget, num_left)
             step.work.append((sequence, num_tokens))
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed_over))

@@ -11,6 +11,8 @@ from foreword.engine.grammar import Matcher
 from foreword.engine.sampler import adjusted, sample, token_logprob, uniform
 from foreword.engine.text import TextStream
 
+_MAX_LOGITS = 256  # rows of a step for one sequence; each is as wide as the vocabulary
+
 
 class Sequence:
     """`chain` holds the prompt, then what was sampled. The newest sampled token has no KV yet."""
@@ -35,6 +37,7 @@ class Sequence:
         self.siblings: list[Sequence] = []  # samples that start when the prompt is computed
         self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
         self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
 
     @property
     def num_sampled(self) -> int:
@@ -48,6 +51,24 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_sampled > 0 and self.num_uncomputed == 1
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether logits of all its prompt are wanted still."""
+        wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
+        return wanted and self.num_sampled == 0
+
+    def chunk(self, budget: int, num_left: int) -> int:
+        """How many of the tokens that are left to compute next, within a budget."""
+        return min(budget, num_left, _MAX_LOGITS if self.reports_prompt else budget)
+
+    def take_prompt(self, logits: Tensor, start: int) -> None:
+        """Logits [tokens, vocab] of the prompt's tokens from position `start` on, each of which
+        predicts the next one."""
+        num_top = self.request.sampling.prompt_logprobs or 0
+        following = self.request.prompt[start + 1 : start + 1 + len(logits)]
+        for row, token_id in zip(logits, following, strict=False):  # the last one's is sampled
+            self.prompt_logprobs.append(token_logprob(row, token_id, num_top))
 
     def advance(self, logits: Tensor, eos_token_ids: Collection[int]) -> Output:
         """Choose the next token from the model's logits [vocab], and say what it adds. Sets
@@ -87,4 +108,5 @@ class Sequence:
             logprobs,
             self.finish_reason,
             self.num_cached_tokens or 0,
+            tuple(self.prompt_logprobs) if self.num_sampled == 1 else (),
         )

@@ -38,6 +38,7 @@ class Answer:
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}  # by request
         self._params = call.requests[0].sampling
+        self._prompt_logprobs: dict[int, list[dict[str, Any] | None]] = {}  # by request
 
     def add(self, output: Output) -> None:
         """Take one output in."""
@@ -51,6 +52,9 @@ class Answer:
         number = output.index // self._call.requests[0].n
         cached = self._num_cached.get(number, output.num_cached_tokens)
         self._num_cached[number] = min(cached, output.num_cached_tokens)
+        if self._params.prompt_logprobs is not None and number not in self._prompt_logprobs:
+            ranked = [self._by_token(logprob) for logprob in output.prompt_logprobs]
+            self._prompt_logprobs[number] = [None, *ranked]  # nothing predicts the first token
         sample.finish_reason = output.finish_reason
         text, calls = output.text, list[dict[str, Any]]()
         if sample.parser is not None:
@@ -104,7 +108,7 @@ class Answer:
         return {**self._event(), "usage": self.usage()}
 
     def whole(self) -> dict[str, Any]:
-        choices = []
+        choices: list[dict[str, Any]] = []
         for index, sample in sorted(self._samples.items()):
             asked = self._params.logprobs is not None
             message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
@@ -118,6 +122,9 @@ class Answer:
                     "finish_reason": sample.finish_reason,
                 }
             )
+            if self._prompt_logprobs:
+                number = index // self._call.requests[0].n
+                choices[-1]["prompt_logprobs"] = self._prompt_logprobs[number]
         return {**self._head(""), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
@@ -153,6 +160,17 @@ class Answer:
         # The bytes of a part of a character cannot be told from its text.
         octets = None if INCOMPLETE in text else list(text.encode())
         return {"token": text, "bytes": octets, "logprob": max(logprob, LOGPROB_MIN)}
+
+    def _by_token(self, logprob: TokenLogprob) -> dict[str, Any]:
+        """One prompt token and its alternatives in vLLM's shape."""
+        values = [*logprob.top, (logprob.token_id, logprob.logprob)]
+        return {
+            str(token_id): {
+                "logprob": max(value, LOGPROB_MIN),
+                "decoded_token": self._decode((token_id,)),
+            }
+            for token_id, value in values
+        }
 
     def _text_logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
         token = self._decode((logprob.token_id,))

@@ -43,6 +43,7 @@ INTEGERS: dict[str, tuple[int | None, int, int]] = {
     "min_tokens": (0, 0, INT64_MAX),
     "top_k": (0, 0, INT64_MAX),
     "seed": (None, -INT64_MAX - 1, INT64_MAX),
+    "prompt_logprobs": (None, 0, 20),
 }
 
 # What an answer does not depend on: `user` and its like name the sender, `metadata` is for stored
@@ -51,7 +52,8 @@ IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")
 COMMON = (
     *("model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p", "seed"),
     *("stop", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "cache_salt"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", *IGNORED),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *IGNORED,
 )
 KNOWN: dict[Kind, tuple[str, ...]] = {
     "chat": (
@@ -113,6 +115,8 @@ def parse(engine: Engine, kind: Kind, raw: bytes, tenant: str = "") -> Call:
     salt = f"{tenant}:{salt}" if tenant else salt
     asked = _max_tokens(fields)
     sampling = _sampling(engine, kind, fields)
+    if stream and sampling["prompt_logprobs"] is not None:
+        raise ApiError("'prompt_logprobs' come with a whole answer only.", "prompt_logprobs")
     style, tools = engine.card.tool_style or "tagged", Tools()
     if kind == "chat":
         tools = parse_tools(fields)
@@ -187,11 +191,14 @@ def _within_context(engine: Engine, num_prompt: int, asked: int | None, kind: Ki
     )
 
 
+_PARAMETERS = ("min_tokens", "top_k", "seed", "prompt_logprobs")  # integers
+
+
 def _sampling(engine: Engine, kind: Kind, fields: Fields) -> dict[str, Any]:
     """Arguments of SamplingParams, without `max_tokens`."""
     return {
         **{name: fields.number(name, *limits) for name, limits in NUMBERS.items()},
-        **{name: fields.integer(name, *INTEGERS[name]) for name in ("min_tokens", "top_k", "seed")},
+        **{name: fields.integer(name, *INTEGERS[name]) for name in _PARAMETERS},
         "stop": _stop(fields),
         "logprobs": _logprobs(kind, fields),
         "logit_bias": _logit_bias(fields, engine.card.vocab_size),

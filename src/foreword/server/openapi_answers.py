@@ -18,6 +18,19 @@ from foreword.server.schema import (
 NUMBER: Schema = {"type": "number"}
 
 
+_PROMPT: Schema = {
+    "prompt_logprobs": list_of(
+        or_null(
+            {
+                "type": "object",
+                "additionalProperties": answered(logprob=NUMBER, decoded_token=STRING),
+                "description": "By token id; null for the first token.",
+            }
+        )
+    )
+}
+
+
 def answers(card: ModelCard) -> dict[str, Schema]:
     context = {"const": card.max_model_len, "description": "Tokens of prompt and answer."}
     fault = {"message": STRING, "type": STRING, "param": or_null(STRING), "code": or_null(STRING)}
@@ -73,7 +86,7 @@ def _chat() -> dict[str, Schema]:
     return {
         "ChatAnswer": answered(
             **_head("chat.completion"),
-            choices=list_of(answered(**choice, message=message, finish_reason=reason)),
+            choices=list_of(answered(_PROMPT, **choice, message=message, finish_reason=reason)),
             usage=ref("Usage"),
         ),
         "ChatEvent": answered(
@@ -92,7 +105,7 @@ def _text() -> dict[str, Schema]:
     return {
         "TextAnswer": answered(
             **_head("text_completion"),
-            choices=list_of(answered(**choice, finish_reason=reason)),
+            choices=list_of(answered(_PROMPT, **choice, finish_reason=reason)),
             usage=ref("Usage"),
         ),
         "TextEvent": answered(

@@ -30,6 +30,8 @@ ABOUT = {
     "max_tokens": "Tokens that the answer may have; by default what is left of the context.",
     "max_completion_tokens": "The newer name of max_tokens; if both are sent they must agree.",
     "min_tokens": "Before these no end token comes and no stop string counts; at most max_tokens.",
+    "prompt_logprobs": "Report the prompt's tokens too, with so many alternatives. Not in a "
+    "stream; the prompt is computed, not reused.",
     "n": "Samples of each prompt, which is computed once.",
     "seed": "The same request with the same seed draws the same numbers; by default it is drawn.",
     "temperature": "0 always takes the most likely token.",
@@ -146,7 +148,7 @@ def _chat_fields() -> dict[str, Schema]:
             default="auto",
             description="With 'required' or a function (one of 'tools') the answer is a call.",
         ),
-        "parallel_tool_calls": flag("May a forced answer hold several calls.", default=True),
+        "parallel_tool_calls": flag("May a forced answer hold several calls."),
         "response_format": any_of(
             body({"type": {"enum": ["text", "json_object"]}}),
             body({"type": {"const": "json_schema"}, "json_schema": _json_schema()}),

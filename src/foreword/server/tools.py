@@ -37,7 +37,7 @@ class Tools:
     definitions: tuple[dict[str, Any], ...] = ()
     names: tuple[str, ...] = ()
     must: bool = False
-    several: bool = True
+    several: bool = False  # calls in an answer that must be one: a small model would not end
 
     def grammar(self, style: ToolStyle) -> str:
         """Of an answer that must be a call; empty where it need not."""
@@ -78,7 +78,7 @@ def parse_tools(fields: Fields) -> Tools:
         )
     definitions = tuple(_definition(f"tools[{at}]", tool) for at, tool in enumerate(offered))
     names = tuple(tool["function"]["name"] for tool in definitions)
-    several = "parallel_tool_calls" not in fields or fields.boolean("parallel_tool_calls")
+    several = fields.boolean("parallel_tool_calls")
     choice = fields.get("tool_choice")
     if choice is None or choice == "auto":
         return Tools(definitions, names, several=several)

@@ -1,0 +1,39 @@
+"""A request's way back: outputs of the engine thread to the event loop that awaits them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence as Items
+
+from foreword.core.errors import EngineStopped, RequestFailed
+from foreword.core.request import Output, Request
+from foreword.engine.sequence import Sequence
+
+log = logging.getLogger("foreword.engine")
+
+
+class Stream:
+    """One request's way back: outputs of the engine thread to the loop that awaits them."""
+
+    def __init__(self, request: Request, num_open: int) -> None:
+        self.request = request
+        self.num_open = num_open
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Output | EngineStopped | RequestFailed] = asyncio.Queue()
+        self.submitted_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.samples: list[Sequence] = []
+
+
+Letter = tuple[Stream, Output | EngineStopped | RequestFailed]
+
+
+def put(loop: asyncio.AbstractEventLoop, letters: Items[Letter]) -> None:
+    def enqueue() -> None:
+        for stream, output in letters:
+            stream.queue.put_nowait(output)
+
+    try:
+        loop.call_soon_threadsafe(enqueue)
+    except RuntimeError:
+        log.debug("an event loop closed before its outputs came")
