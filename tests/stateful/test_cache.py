@@ -43,17 +43,18 @@ class CacheMachine(RuleBasedStateMachine):
                 best = max(best, next((i for i, (a, b) in enumerate(pairs) if a != b), size))
         return best - 1
 
-    @rule(data=st.data(), root=st.sampled_from(ROOTS))
-    def admit(self, data, root):
+    @rule(data=st.data(), root=st.sampled_from(ROOTS), match=st.sampled_from([True, True, False]))
+    def admit(self, data, root, match):
         base = data.draw(st.sampled_from(self.prompts))
         tokens = base[: data.draw(st.integers(0, len(base)))]
         letters = st.integers(0, self.alphabet - 1)
         tokens = (tokens + data.draw(st.lists(letters, min_size=1, max_size=8)))[:30]
         self.prompts.append(tokens)
         chain = Chain(root, self.block_size, tokens)
-        free, reusable = self.cache.pool.num_free, self.reusable(chain)
-        admitted = self.cache.admit(chain)
+        free, reusable = self.cache.pool.num_free, self.reusable(chain) if match else 0
+        admitted = self.cache.admit(chain, match=match)
         if admitted is Refusal.PASSED_OVER:
+            assert match
             assert any(lease.leads in chain.hashes for lease in self.leases)
             return
         needed = -(-len(tokens) // self.block_size)

@@ -266,6 +266,47 @@ def test_without_reuse_it_only_hands_out_memory():
     assert cache.take_events() == []
 
 
+def test_without_match_all_is_computed_and_held_once():
+    cache = KVCache(16, 4)
+    use(cache, range(10))
+    leader, _ = cache.admit(chain(*range(10), 50, 51, 52))
+    lease, copies = cache.admit(chain(*range(13)), match=False)
+    assert copies == []
+    assert (lease.num_reused_tokens, lease.num_computed_tokens) == (0, 0)
+    assert not set(lease.block_ids) & {0, 1, 2}
+    cache.filled(lease, 13)
+    assert lease.block_ids[:2] == [0, 1], "what it computed was known, and is held once"
+    cache.release(leader)
+    cache.release(lease)
+    check_pool(cache, [])
+    check_index(cache)
+    assert use(cache, [*range(13), 60]) == 13
+
+
+def test_without_match_nobody_is_waited_for_and_others_wait_for_it():
+    cache = KVCache(16, 4)
+    first, _ = cache.admit(chain(*range(9)))
+    second, _ = cache.admit(chain(*range(9)), match=False)
+    cache.release(first)
+    third, _ = cache.admit(chain(*range(8), 70), match=False)
+    cache.filled(second, 4)
+    cache.filled(third, 4)
+    assert third.block_ids[0] == second.block_ids[0]
+    for lease in (second, third):
+        cache.release(lease)
+    check_pool(cache, [])
+
+
+def test_evicted_blocks_are_counted():
+    cache = KVCache(4, 4)
+    use(cache, range(16))
+    assert cache.num_evicted_blocks == 0
+    use(cache, range(100, 112))
+    assert cache.num_evicted_blocks == 3
+    use(cache, range(200, 208))
+    assert cache.num_evicted_blocks == 5
+
+
 def test_events_tell_what_can_be_reused():
     cache = KVCache(3, 4, record_events=True)
     use(cache, range(10))
