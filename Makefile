@@ -27,6 +27,8 @@ bench: $(READY) # the measurements of the README's table; ARGS=--json for all fi
 	$(BIN)/foreword bench ttft $(ARGS)
 	$(BIN)/foreword bench overhead $(ARGS)
 	$(BIN)/foreword bench transformers $(ARGS)
+	$(BIN)/foreword bench load $(ARGS)
+	$(BIN)/foreword bench quality $(ARGS)
 	$(BIN)/foreword verify --exact $(ARGS)
 
 docs: $(READY) # rewrite the generated pages
