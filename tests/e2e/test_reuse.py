@@ -214,6 +214,27 @@ def test_prompt_logprobs_survive_preemption(settings, num_tokens):
     run(small, work)
 
 
+def test_clearing_forgets_what_nobody_holds(settings):
+    async def work(engine):
+        prompt = list(range(10, 60))
+        await ask(engine, prompt, SamplingParams(1))
+        assert await engine.clear_cache()
+        assert (await ask(engine, prompt, SamplingParams(1))).num_cached_tokens == 0
+        running = asyncio.create_task(ask(engine, prompt, SamplingParams(500, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        assert not await engine.clear_cache()
+        for _ in range(5):  # who asks and leaves does no harm
+            leaving = asyncio.create_task(engine.clear_cache())
+            await asyncio.sleep(0)
+            leaving.cancel()
+        assert (await running).num_cached_tokens == len(prompt) - 1
+        await engine.stop(0)
+        with pytest.raises(EngineStopped):
+            await engine.clear_cache()
+
+    run(settings, work)
+
+
 def test_a_stopped_engine_says_so(settings):
     async def work(engine):
         running = asyncio.create_task(

@@ -185,7 +185,9 @@ def test_what_excludes_each_other_is_refused(http: httpx.Client) -> None:
     json_object = {"type": "json_object"}
     both = chat(http, tools=TOOLS, tool_choice="required", response_format=json_object)
     endless = chat(http, response_format=json_object, ignore_eos=True)
-    assert [both.status_code, endless.status_code] == [400, 400]
+    longer = chat(http, response_format=json_object, min_tokens=2)
+    assert [both.status_code, endless.status_code, longer.status_code] == [400, 400, 400]
+    assert longer.json()["error"]["param"] == "min_tokens"
     assert "send one of them" in both.json()["error"]["message"]
     assert endless.json()["error"]["param"] == "ignore_eos"
 

@@ -48,7 +48,7 @@ REASONS = re.compile(
     r"|'(prompt|prompt\[\d+\])' is empty|keys are token ids from|prompts; with this 'n'"
     r"|'max_completion_tokens' \d+: send one|more than the \d+ tokens that the answer may have"
     r"|'tool_choice' needs 'tools'|'tools' has no such function|an object, as JSON in a string"
-    r"|asks for JSON and 'tool_choice' for a call|leave out 'ignore_eos'"
+    r"|asks for JSON and 'tool_choice' for a call|leave out '(ignore_eos|min_tokens)'"
     r"|come with a whole answer only"
 )
 

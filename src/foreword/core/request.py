@@ -31,7 +31,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, which computes them all
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
-    grammar: str = ""  # what the answer's text must be, in llguidance's dialect of Lark
+    grammar: str = ""  # what the text must be, in llguidance's Lark; it says where the end is
 
 
 @dataclass(frozen=True, slots=True)

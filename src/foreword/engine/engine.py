@@ -244,7 +244,8 @@ class TorchEngine:
                 self._draining = True
                 posted = {stream for starts, stream in self._inbox if starts}
             for cleared in self._clearing:
-                cleared.set_exception(EngineStopped(self._refusal))
+                if cleared.set_running_or_notify_cancel():
+                    cleared.set_exception(EngineStopped(self._refusal))
             self._idle.set()
             for stream in set(self._streams.values()) | posted:
                 stopped = EngineStopped("The engine stopped before this request was done.")
@@ -261,7 +262,8 @@ class TorchEngine:
             self._inbox.clear()
             self._clearing = []
         for cleared in clearing:
-            cleared.set_result(self.cache.clear())
+            if cleared.set_running_or_notify_cancel():  # False: who asked has gone
+                cleared.set_result(self.cache.clear())
         for starts, stream in letters:
             if not starts:
                 self._forget([s for s in stream.samples if s in self._streams])

@@ -51,8 +51,12 @@ class Grammars:
     def matcher(self, grammar: str) -> Matcher:
         """At the start of `grammar`. Raises RequestError for one that cannot be followed."""
         with self._lock:
-            known = self._known.pop(grammar, None) or self._compiled(grammar)
+            known = self._known.get(grammar)
+        if known is None:  # without the lock: it may take a second, and the engine asks here too
+            known = self._compiled(grammar)
+        with self._lock:
             self._known[grammar] = known
+            self._known.move_to_end(grammar)
             if len(self._known) > _MAX_KEPT:
                 self._known.popitem(last=False)
             return Matcher(known.deep_copy())
@@ -64,10 +68,11 @@ class Grammars:
                 "'foreword[structured]'.",
                 "response_format",
             )
-        if self._converted is None:
-            self._converted = llguidance.hf.from_tokenizer(
-                self._tokenizer, self._vocab_size, self._eos
-            )
+        with self._lock:
+            if self._converted is None:
+                self._converted = llguidance.hf.from_tokenizer(
+                    self._tokenizer, self._vocab_size, self._eos
+                )
         compiled = llguidance.LLMatcher(
             self._converted, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0
         )

@@ -81,7 +81,7 @@ class Sequence:
             params,
             self.request.prompt,
             self.chain.token_ids[num_prompt:],
-            () if may_stop or params.ignore_eos else eos_token_ids,
+            () if may_stop or params.ignore_eos or self._matcher is not None else eos_token_ids,
         )
         if self._matcher is not None:
             chosen_from = self._matcher.restrict(chosen_from)

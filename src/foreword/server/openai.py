@@ -5,6 +5,7 @@ Blocking, since it renders and tokenises: call it off the event loop.
 
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,7 +121,7 @@ def parse(engine: Engine, kind: Kind, raw: bytes, tenant: str = "") -> Call:
     style, tools = engine.card.tool_style or "tagged", Tools()
     if kind == "chat":
         tools = parse_tools(fields)
-        sampling["grammar"] = _grammar(engine, fields, tools.grammar(style), sampling["ignore_eos"])
+        sampling["grammar"] = _grammar(engine, fields, tools.grammar(style), sampling)
         prompts = [chat_prompt(engine, fields, tools)]
     else:
         prompts = _text_prompts(engine, fields, MAX_N // n)
@@ -291,7 +292,7 @@ def token_ids(engine: Engine, path: str, items: list[Any]) -> list[int]:
     return items
 
 
-def _grammar(engine: Engine, fields: Fields, call_grammar: str, ignore_eos: bool) -> str:
+def _grammar(engine: Engine, fields: Fields, call_grammar: str, sampling: Mapping[str, Any]) -> str:
     """What the answer must follow: a response format, or that it be a tool call."""
     grammar = response_grammar(fields)
     if grammar and call_grammar:
@@ -300,8 +301,9 @@ def _grammar(engine: Engine, fields: Fields, call_grammar: str, ignore_eos: bool
             "response_format",
         )
     grammar = grammar or call_grammar
-    if grammar and ignore_eos:
-        raise ApiError("An answer with a format has an end: leave out 'ignore_eos'.", "ignore_eos")
+    for name in ("ignore_eos", "min_tokens"):
+        if grammar and sampling[name]:
+            raise ApiError(f"An answer with a format has its own end: leave out '{name}'.", name)
     if grammar:
         engine.check_grammar(grammar)
     return grammar
