@@ -3,6 +3,9 @@
 .PHONY: serve test check bench docs mutants
 .DEFAULT_GOAL := test
 
+# Without bytecode every start would compile its imports again, which takes ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready

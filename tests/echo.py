@@ -53,6 +53,10 @@ class EchoEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    @property
+    def is_serving(self) -> bool:
+        return not self.stopped
+
     async def clear_cache(self) -> bool:
         if self.num_open:
             return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import OrderedDict
 from typing import Any
 
 import httpx
@@ -10,7 +11,8 @@ import pytest
 
 from echo import EchoEngine
 from foreword.core.errors import RequestError
-from foreword.core.request import Engine, ModelCard, SamplingParams
+from foreword.core.request import Engine, ModelCard
+from foreword.engine import grammar as grammar_module
 from foreword.engine.engine import EngineSettings, TorchEngine
 from foreword.server.openai import parse
 from tiny import make_tiny
@@ -247,6 +249,9 @@ def test_a_model_that_knows_nothing_obeys_formats_and_choices(served: TorchEngin
                     assert call["name"] == "mul"
                     assert call["arguments"]["b"] in ("x", "y")
             assert [reason for _text, reason in calls[6:]] == ["stop"] * 4
+            assert all(text.count("<tool_call>") == 1 for text, _reason in calls)
+            several = await answers(served, {**forced, "parallel_tool_calls": True}, 12)
+            assert max(text.count("<tool_call>") for text, _reason in several) > 1
             for text, _reason in await answers(
                 served, {"response_format": {"type": "json_object"}}, 4
             ):
@@ -257,7 +262,26 @@ def test_a_model_that_knows_nothing_obeys_formats_and_choices(served: TorchEngin
     asyncio.run(whole())
 
 
+def test_compiled_grammars_are_kept_up_to_a_number(
+    served: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = served._grammars
+    compiled: list[str] = []
+    compile_one = grammars._compiled
+
+    def counted(grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compiled", counted)
+    monkeypatch.setattr(grammars, "_known", OrderedDict())
+    monkeypatch.setattr(grammar_module, "_MAX_KEPT", 2)
+    for letter in "abacab":
+        served.check_grammar(f'start: "{letter}" "kept"')
+    assert [grammar[8] for grammar in compiled] == ["a", "b", "c", "b"]
+    assert len(grammars._known) == 2
+
+
 def test_a_schema_that_cannot_be_followed_is_refused(served: TorchEngine) -> None:
     with pytest.raises(RequestError, match="cannot be followed"):
         served.check_grammar('start: %json {"type": "no such type"}')
-    assert SamplingParams(1).grammar == ""

@@ -9,13 +9,11 @@ import transformers
 
 from foreword.engine import verdict
 from foreword.engine.attention import AttentionRules
-from foreword.engine.exact import Exactness, ExactRules, Tiling
+from foreword.engine.exact import Exactness, ExactRules, Tiling, linear_shapes
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.verdict import circumstances, find_rules
 from tiny import make_tiny
 
-RULES = ExactRules({"8x8": Tiling((1, 2, 4))}, AttentionRules((16, 512), False))
-YES = Exactness(True, "it is", RULES)
 NO = Exactness(False, "the self-test found other bits in a batch of 2")
 
 
@@ -23,6 +21,11 @@ NO = Exactness(False, "the self-test found other bits in a batch of 2")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path / "cache"))
     return make_tiny(tmp_path / "model")
+
+
+def yes(model: LoadedModel) -> Exactness:
+    tilings = {shape: Tiling((1, 2, 4), 2) for shape in linear_shapes(model.module)}
+    return Exactness(True, "it is", ExactRules(tilings, AttentionRules((16, 512), False)))
 
 
 def found(
@@ -39,11 +42,12 @@ def found(
     return find_rules(model, lambda _rules: pytest.fail("not used"))
 
 
-@pytest.mark.parametrize("measured", [YES, NO], ids=["yes", "no"])
+@pytest.mark.parametrize("exact", [True, False])
 def test_a_verdict_is_remembered(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Exactness
+    folder: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     model = load_model(str(folder))
+    measured = yes(model) if exact else NO
     assert found(model, monkeypatch, measured) == measured
     again = found(model, monkeypatch, None)
     assert again.exact == measured.exact
@@ -51,8 +55,10 @@ def test_a_verdict_is_remembered(
     if measured.rules is not None:
         assert again.rules is not None
         assert again.rules.fingerprint == measured.rules.fingerprint
-        assert again.rules.attention == RULES.attention
-        assert again.rules.tilings["8x8"].counts == (1, 2, 4)
+        assert again.rules.attention == measured.rules.attention
+        for shape, tiling in measured.rules.tilings.items():
+            plans = [tiling.plan(rows) for rows in range(20)]
+            assert [again.rules.tilings[shape].plan(rows) for rows in range(20)] == plans
         assert again.reason == "it is (remembered)"
 
 
@@ -75,6 +81,21 @@ def test_other_circumstances_are_tested_anew(
     with monkeypatch.context() as patch:
         patch.setattr(transformers, "__version__", "0")
         digests["library"] = circumstances(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "0")
+        digests["torch"] = circumstances(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.__config__, "show", lambda: "another build")
+        digests["build"] = circumstances(model)
+    with monkeypatch.context() as patch:
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        digests["kernels"] = circumstances(model)
+    with monkeypatch.context() as patch:
+        code = tmp_path / "code" / "verdict.py"
+        code.parent.mkdir()
+        code.write_text("other code")
+        patch.setattr(verdict, "__file__", str(code))
+        digests["code"] = circumstances(model)
     assert len(set(digests.values())) == len(digests), digests
     assert circumstances(load_model(str(folder))) == digests["here"]
 
@@ -98,4 +119,16 @@ def test_a_cache_folder_that_cannot_be_written_costs_no_answer(
 ) -> None:
     model = load_model(str(folder))
     monkeypatch.setenv("FOREWORD_CACHE_DIR", "/dev/null/x")
-    assert found(model, monkeypatch, YES) == YES
+    measured = yes(model)
+    assert found(model, monkeypatch, measured) == measured
+
+
+def test_a_memory_of_other_layers_is_no_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(folder))
+    found(model, monkeypatch, yes(model))
+    known = circumstances(model)
+    monkeypatch.setattr(verdict, "circumstances", lambda _model: known)
+    monkeypatch.setattr(verdict, "linear_shapes", lambda _module: {"8x8 other": []})
+    assert found(model, monkeypatch, NO) == NO

@@ -20,7 +20,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     try:
         if args.command == "cache clear":
             return dict(json.loads(client.read("POST", "/cache/clear")))
-        return stats(client.metrics())
+        found = client.metrics()
+        if "foreword_prefix_cache_queries_total" not in found:
+            raise Failure(f"the server at {args.url} is not Foreword's", "failed")
+        return stats(found)
     except OSError as error:
         raise Failure(f"no server answers at {args.url}: {error}", "failed") from error
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -25,12 +26,16 @@ class Client:
     """`url` is a server's address, with or without /v1. Raises Failure for one that is no URL."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        if parts.scheme not in kinds or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            self._connect, self._port = kinds[parts.scheme], parts.port
+            self._host = str(parts.hostname or "")
+        except (ValueError, KeyError):
+            self._host = ""
+        if not self._host:
             raise Failure(f"{url!r} is no server's URL: http://127.0.0.1:8000", "usage")
         self.url = url
-        self._connect, self._host, self._port = kinds[parts.scheme], parts.hostname, parts.port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -49,8 +54,11 @@ class Client:
         200, OSError where it does not answer."""
         with closing(self._connect(self._host, self._port, timeout=READ_S)) as connection:
             connection.request(method, f"{self._path}{path}", headers=self._headers)
-            response = connection.getresponse()
-            raw: bytes = response.read()
+            try:
+                response = connection.getresponse()
+                raw: bytes = response.read()
+            except http.client.HTTPException as error:
+                raise Failure(f"what answers at {self.url} is no HTTP server", "failed") from error
             if response.status != 200:
                 raise self._refusal(response.status, raw)
             return raw
@@ -63,11 +71,14 @@ class Client:
             if response.status != 200:
                 raise self._refusal(response.status, response.read())
             for line in response:
+                if line.startswith(b"data: [DONE]"):
+                    return
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
                     if "error" in event:
                         raise Failure(event["error"]["message"], "failed")
                     yield event
+        raise Failure(f"{self.url} broke the answer off", "failed")
 
     @contextmanager
     def sent(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
@@ -85,7 +96,9 @@ class Client:
 
     def _refusal(self, status: int, raw: bytes) -> Failure:
         try:
-            return Failure(str(json.loads(raw)["error"]["message"]), "failed")
+            reason = str(json.loads(raw)["error"]["message"])
+            advice = " foreword takes it from OPENAI_API_KEY." if status == 401 else ""
+            return Failure(f"{reason}{advice}", "failed")
         except (ValueError, KeyError, TypeError):
             return Failure(f"{self.url} answers {status}: is it an OpenAI server?", "failed")
 
@@ -98,7 +111,13 @@ def server(*flags: str) -> Iterator[tuple[Client, str]]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "foreword.cli.main", "serve", *flags, "--port", str(port)]
     with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would fill and block it
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        # Flags alone say what it does; of our own variables only the cache folder's goes on.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("FOREWORD_") or name == "FOREWORD_CACHE_DIR"
+        }
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment)
         try:
             client = Client(f"http://127.0.0.1:{port}")
             yield client, _wait_until_ready(process, client, log)

@@ -12,7 +12,18 @@ EXIT_CODES: Final = {
     "install": 6,  # a package is missing
     "interrupted": 130,
 }
-PACKAGES = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "numpy", "tqdm"}
+PACKAGES = {
+    "accelerate",
+    "huggingface_hub",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "jinja2",
+    "numpy",
+    "tqdm",
+}
 
 
 class Failure(Exception):

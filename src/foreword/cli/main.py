@@ -6,7 +6,9 @@ of 1 where it has an `ok` that is false.
 """
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -45,6 +47,14 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, not below a page of usage."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown:
+            word = unknown[1].split("=")[0]
+            names = [name for name in self._option_string_actions if name.startswith("--")]
+            near = difflib.get_close_matches(word, names, n=1)
+            if not near and not word.startswith("-") and "--model" in names:
+                near = [f"--model {word}"]
+            message += f"; did you mean {near[0]}?" if near else ""
         raise Failure(f"{message} (see {self.prog} --help)", "usage")
 
 

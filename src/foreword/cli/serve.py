@@ -18,11 +18,12 @@ from starlette.types import ASGIApp
 
 from foreword.cli.failure import Failure
 from foreword.cli.settings import add_listen_flags, add_model_flags, api_keys, engine_settings
-from foreword.cli.warm import read_openings, warm
+from foreword.cli.warm import openings, read_bodies, warm
 from foreword.core.errors import EngineStopped
 from foreword.core.request import Request
 from foreword.server.app import create_app
 from foreword.server.connection import Connection
+from foreword.server.tenants import tenant_of
 
 if TYPE_CHECKING:
     from foreword.engine.engine import TorchEngine
@@ -39,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Before anything slow: a taken port shows at once.
+    # Before anything slow: a taken port or an unreadable file shows at once.
     with bind(args.host, args.port) as listener:
+        _log_to_stderr(args.log_format)
+        keys, bodies = api_keys(args.api_keys), read_bodies(args.warm)
+
         from foreword.engine.engine import TorchEngine
 
-        _log_to_stderr(args.log_format)
-        keys = api_keys(args.api_keys)
         check_device(args.device)
         settings = engine_settings(args)
         log.info("loading %s%s", args.model, "" if args.exact == "off" else ", testing exactness")
@@ -52,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
             engine = TorchEngine.load(settings)
         except ValueError as error:
             raise Failure.of(error) or Failure(str(error), "settings") from error
-        openings = read_openings(engine, args.warm) if args.warm else []
+        first = openings(engine, bodies, [tenant_of(key) for key in keys] or [""])
         engine.start()
         app = create_app(engine, keys, args.cors_origins)
-        asyncio.run(_serve(engine, app, listener, openings))
+        asyncio.run(_serve(engine, app, listener, first))
     return 0
 
 
@@ -132,7 +134,7 @@ class Server(uvicorn.Server):
 
 
 async def _serve(
-    engine: "TorchEngine", app: ASGIApp, listener: socket.socket, openings: list[Request]
+    engine: "TorchEngine", app: ASGIApp, listener: socket.socket, first: list[Request]
 ) -> None:
     """Prefill the openings, then serve until SIGINT or SIGTERM. Then refuse new requests, let
     running ones finish for DRAIN_S, and tell those that did not."""
@@ -160,7 +162,7 @@ async def _serve(
         loop.add_signal_handler(number, stop, number)
     host, port = listener.getsockname()[:2]
     try:
-        await warm(engine, openings)
+        await warm(engine, first)
         print(banner(engine.banner_facts, engine.card.name, url(host, port)), flush=True)
         await server.serve([listener])
     except EngineStopped as error:

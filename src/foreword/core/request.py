@@ -89,6 +89,11 @@ class Engine(Protocol):
     def card(self) -> ModelCard: ...
 
     @property
+    def is_serving(self) -> bool:
+        """Whether new requests are taken: not while it drains, nor after it failed."""
+        ...
+
+    @property
     def stats(self) -> EngineStats:
         """Counts since start. Cheap, and may be read from any thread."""
         ...

@@ -80,7 +80,8 @@ class Norm:
     def __init__(self, norm: Any) -> None:
         size = len(norm.weight)
         self._weight = norm.weight.float() * math.sqrt(size)
-        self._floor = norm.weight.new_full((), math.sqrt(size * norm.variance_epsilon)).float()
+        floor = math.sqrt(size * norm.variance_epsilon)
+        self._floor = torch.tensor(floor, dtype=torch.float32, device=norm.weight.device)
 
     def __call__(self, rows: Tensor) -> Tensor:
         values = rows.to(torch.float32, copy=True)

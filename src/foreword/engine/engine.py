@@ -76,6 +76,8 @@ class TorchEngine:
             settings.max_prefill_tokens,
         )
         self._counts = Counts()
+        if num_blocks * BLOCK_SIZE < model.max_model_len:
+            log.warning("the KV memory holds no more than %d tokens", num_blocks * BLOCK_SIZE)
         # What clients are told is what fits: a request never needs more than the whole pool.
         self._card = ModelCard(
             settings.served_name or model.name,
@@ -136,6 +138,15 @@ class TorchEngine:
     @property
     def _num_waiting(self) -> int:
         return len(self.scheduler.waiting) + len(self._inbox)
+
+    @property
+    def _num_free(self) -> int:
+        """How many sequences more may run, as far as their number goes."""
+        return max(0, self.settings.max_num_seqs - len(self.scheduler.running))
+
+    @property
+    def is_serving(self) -> bool:
+        return not self._draining
 
     @property
     def banner_facts(self) -> dict[str, str]:
@@ -224,8 +235,10 @@ class TorchEngine:
         with self._wake:
             if starts and self._draining:
                 raise EngineStopped(self._refusal)
-            if starts and (num_waiting := self._num_waiting) >= self.settings.max_queue:
-                raise EngineBusy(f"The queue is full: {num_waiting} sequences wait for their turn.")
+            if starts and self._num_waiting >= self.settings.max_queue + self._num_free:
+                raise EngineBusy(
+                    f"The queue is full: {self._num_waiting} sequences wait for their turn."
+                )
             self._inbox.append((starts, stream))
             self._wake.notify()
 

@@ -55,7 +55,7 @@ class Tiling:
 
     def __init__(self, counts: Sequence[int], weights_in_rows: int = _WEIGHTS_IN_ROWS) -> None:
         self.counts = tuple(counts)
-        self._weights_in_rows = weights_in_rows
+        self.weights_in_rows = weights_in_rows
         self._plans: dict[int, tuple[int, ...]] = {}
 
     def plan(self, num_rows: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Tiling:
     def _cost(self, plan: Sequence[int]) -> int:
         """In rows. A model and not a clock: a busy machine would teach a clock nonsense, and two
         starts must choose alike, or blocks of the earlier one would not fit."""
-        return sum(self._weights_in_rows + count for count in plan)
+        return sum(self.weights_in_rows + count for count in plan)
 
 
 def _plans(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:

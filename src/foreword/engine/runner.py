@@ -12,7 +12,7 @@ from foreword.engine.attention import ANY_RULES, Packed, Part
 from foreword.engine.exact import Exactness, ExactRules, row_exact_layers
 from foreword.engine.kv import PagedCache, PagedKV, cache_argument
 from foreword.engine.model import LoadedModel
-from foreword.engine.verdict import find_rules
+from foreword.engine.verdict import find_rules, kernel_settings
 
 __all__ = ["Part", "Runner"]
 
@@ -49,7 +49,7 @@ class Runner:
         capability = torch.backends.cpu.get_cpu_capability()
         return (
             f"exact;torch {torch.__version__};{self.model.module.device.type};{capability};"
-            f"{torch.get_num_threads()} threads;{rules.fingerprint}"
+            f"{torch.get_num_threads()} threads;{kernel_settings()};{rules.fingerprint}"
         )
 
     def copy(self, src: int, dst: int, num_tokens: int) -> None:

@@ -5,6 +5,7 @@ model or line of this code is tested anew.
 """
 
 import json
+import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,10 +20,11 @@ import transformers
 from torch import nn
 
 from foreword.engine.attention import AttentionRules
-from foreword.engine.exact import Exactness, ExactRules, Forward, Tiling, measure
+from foreword.engine.exact import Exactness, ExactRules, Forward, Tiling, linear_shapes, measure
 from foreword.engine.files import cache_folder, write_whole
 from foreword.engine.model import LoadedModel
 
+_KERNELS = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_")
 _found: "WeakKeyDictionary[nn.Module, dict[int, Exactness]]" = WeakKeyDictionary()
 
 
@@ -32,7 +34,7 @@ def find_rules(model: LoadedModel, step: Callable[[ExactRules], Forward]) -> Exa
     num_threads = torch.get_num_threads()
     if num_threads not in known:
         memo = cache_folder() / "exactness" / f"{circumstances(model)}.json"
-        exactness = _remembered(memo)
+        exactness = _remembered(memo, model)
         if exactness is None:
             exactness = measure(model, step)
             with suppress(OSError):  # a folder that cannot be written costs another test, no more
@@ -53,9 +55,17 @@ def circumstances(model: LoadedModel) -> str:
         torch.__version__,
         torch.__config__.show(),
         transformers.__version__,
+        kernel_settings(),
+        *sorted(linear_shapes(model.module)),
         *code,
     ]
     return sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def kernel_settings() -> str:
+    """The environment variables by which the kernel libraries choose other code."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_KERNELS)}
+    return json.dumps(found, sort_keys=True)
 
 
 def _processor() -> str:
@@ -74,17 +84,27 @@ def _as_json(exactness: Exactness) -> dict[str, Any]:
     return {
         "exact": exactness.exact,
         "reason": exactness.reason,
-        "counts": {shape: t.counts for shape, t in rules.tilings.items()} if rules else None,
+        "tilings": {
+            shape: [tiling.counts, tiling.weights_in_rows]
+            for shape, tiling in rules.tilings.items()
+        }
+        if rules
+        else None,
         "attention": astuple(rules.attention) if rules else None,
     }
 
 
-def _remembered(memo: Path) -> Exactness | None:
+def _remembered(memo: Path, model: LoadedModel) -> Exactness | None:
     try:
         found = json.loads(memo.read_text())
         if not found["exact"]:
             return Exactness(False, str(found["reason"]))
-        tilings = {str(shape): Tiling(counts) for shape, counts in found["counts"].items()}
+        tilings = {
+            str(shape): Tiling(counts, int(weights_in_rows))
+            for shape, (counts, weights_in_rows) in found["tilings"].items()
+        }
+        if tilings.keys() != linear_shapes(model.module).keys():
+            return None
         widths, fold = found["attention"]
         rules = ExactRules(tilings, AttentionRules(tuple(widths), bool(fold)))
         return Exactness(True, f"{found['reason']} (remembered)", rules)

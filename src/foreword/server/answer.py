@@ -40,11 +40,7 @@ class Answer:
         self._params = call.requests[0].sampling
         self._prompt_logprobs: dict[int, list[dict[str, Any] | None]] = {}  # by request
 
-    def add(self, output: Output) -> None:
-        """Take one output in."""
-        self._take(output)
-
-    def _take(self, output: Output) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+    def add(self, output: Output) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
         """Take one output in; returns its choice without text, then new text and new calls."""
         sample = self._sample(output.index)
         self._num_completion += len(output.token_ids)
@@ -84,7 +80,7 @@ class Answer:
     def chunks(self, output: Output) -> list[dict[str, Any]]:
         """The stream events that an output makes: its own, and before a chat's first the role."""
         starts = self._is_chat and output.index not in self._samples
-        choice, text, calls = self._take(output)
+        choice, text, calls = self.add(output)
         if not self._is_chat:
             return [self._event({**choice, "text": text})]
         made = []

@@ -44,7 +44,6 @@ class Api:
         self._asks_for_key = bool(api_keys)
         self._decode = lru_cache(maxsize=1 << 16)(engine.decode)
         self._created = int(time.time())
-        self._stopped = False  # an engine that stopped once never serves again
 
     async def complete(self, request: Request, kind: Kind) -> Response:
         tenant = self._tenants.of(request.headers.get("authorization"))
@@ -64,14 +63,9 @@ class Api:
             cast("AsyncGenerator[core.Output, None]", self._engine.generate(request))
             for request in call.requests
         ]
-        outputs = merged(parts, call.requests[0].n)
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-        except EngineStopped:
-            self._stopped = True
-            raise
+        async with aclosing(merged(parts, call.requests[0].n)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def tokenize(self, request: Request) -> Response:
         self._tenants.of(request.headers.get("authorization"))
@@ -108,7 +102,7 @@ class Api:
         return JSONResponse({"cleared": True})
 
     async def health(self, _request: Request) -> Response:
-        if self._stopped:
+        if not self._engine.is_serving:
             return JSONResponse({"status": "stopped"}, 503)
         return JSONResponse({"status": "ok"})
 
