@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,11 +12,12 @@ import openai
 import pytest
 
 from echo import EchoEngine
-from foreword.core.errors import RequestError
+from foreword.core.errors import EngineBusy, RequestError
 from foreword.core.request import Engine, ModelCard
 from foreword.engine import grammar as grammar_module
 from foreword.engine.engine import EngineSettings, TorchEngine
 from foreword.server.openai import parse
+from foreword.server.tools import Tools
 from tiny import make_tiny
 
 CHAT = "/v1/chat/completions"
@@ -280,6 +283,35 @@ def test_compiled_grammars_are_kept_up_to_a_number(
         served.check_grammar(f'start: "{letter}" "kept"')
     assert [grammar[8] for grammar in compiled] == ["a", "b", "c", "b"]
     assert len(grammars._known) == 2
+
+
+def test_a_tool_s_own_definitions_are_found(served: TorchEngine) -> None:
+    city = {"$ref": "#/$defs/City"}
+    parameters = {
+        "type": "object",
+        "properties": {"city": city},
+        "required": ["city"],
+        "$defs": {"City": {"enum": ["Paris"]}},
+    }
+    tools = [{"type": "function", "function": {"name": "go", "parameters": parameters}}, *TOOLS]
+    style = Tools(tuple(tools), ("go", "add"), must=True)
+    for kind in ("tagged", "bare"):
+        served.check_grammar(style.grammar(kind))
+
+
+def test_a_schema_that_takes_all_there_is_is_refused_in_time(
+    served: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns = [{"type": "string", "pattern": f"a{i}.*"} for i in range(30)]
+    hostile = f"start: %json {json.dumps({'allOf': patterns})}"
+    monkeypatch.setattr(grammar_module, "_TRIAL", grammar_module._TRIAL.replace("(5, 5)", "(1, 1)"))
+    begin_s = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        refusals = [pool.submit(served.check_grammar, f"{hostile}\n// {i}") for i in range(3)]
+        errors = [refusal.exception() for refusal in refusals]
+    assert time.monotonic() - begin_s < 30
+    assert {type(error) for error in errors} == {RequestError, EngineBusy}
+    assert "more than 5 seconds" in str(next(e for e in errors if type(e) is RequestError))
 
 
 def test_a_schema_that_cannot_be_followed_is_refused(served: TorchEngine) -> None:

@@ -124,3 +124,7 @@ def test_api_keys_are_lines(tmp_path: Path) -> None:
         api_keys(file)
     with pytest.raises(Failure, match="No such file"):
         api_keys(tmp_path / "nowhere")
+    for key in ("kéy", "a key"):
+        file.write_text(f"one\n{key}\n")
+        with pytest.raises(Failure, match="that a header cannot"):
+            api_keys(file)

@@ -120,6 +120,12 @@ def api_keys(path: Path | None) -> list[str]:
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise Failure(f"--api-keys {path} holds no key", "settings")
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise Failure(
+            f"--api-keys {path} holds a key that a header cannot: letters, digits and signs of "
+            "ASCII, no blanks",
+            "settings",
+        )
     return keys
 
 

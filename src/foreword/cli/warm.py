@@ -35,7 +35,7 @@ def read_bodies(path: Path | None) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             body = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Failure(f"--warm {path}, line {number}: {error}", "settings") from error
         if not isinstance(body, dict):
             raise Failure(f"--warm {path}, line {number}: it is no JSON object", "settings")

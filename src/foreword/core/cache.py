@@ -81,7 +81,6 @@ class KVCache:
         effects must be performed and reported by `filled`, each before any later token.
         """
         assert len(chain) > 0
-        match = match and self.reuse
         node, matched = self._match(chain) if match else (self.index.root(chain.root), [])
         start = len(matched)
         if match and start < len(chain.hashes) and self._awaited(node, chain.hashes[start]):

@@ -1,13 +1,15 @@
 """Answers that must follow a grammar: which tokens may come next. llguidance does the work."""
 
+import subprocess
+import sys
 from collections import OrderedDict
-from threading import Lock
+from threading import Lock, Semaphore
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from foreword.core.errors import RequestError
+from foreword.core.errors import EngineBusy, RequestError
 
 try:
     import llguidance
@@ -17,6 +19,16 @@ except ModuleNotFoundError:
 else:
     _installed = True
 
+_COMPILE_S = 5  # CPU seconds
+_COMPILE_BYTES = 2 << 30
+_TRIAL = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({_COMPILE_S}, {_COMPILE_S}))
+resource.setrlimit(resource.RLIMIT_AS, ({_COMPILE_BYTES}, {_COMPILE_BYTES}))
+from llguidance import LLMatcher
+print(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(sys.stdin.read())))
+"""
+_compiling = Semaphore(2)  # so that requests without a format always find a thread
 _MAX_KEPT = 32  # compiled grammars; one is used by many requests, and compiling may take a second
 
 
@@ -73,10 +85,41 @@ class Grammars:
                 self._converted = llguidance.hf.from_tokenizer(
                     self._tokenizer, self._vocab_size, self._eos
                 )
+        _try_elsewhere(grammar)
         compiled = llguidance.LLMatcher(
             self._converted, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0
         )
         if compiled.is_error():
-            reason = compiled.get_error().strip().split("\n")[0][:300]
-            raise RequestError(f"This format cannot be followed: {reason}", "response_format")
+            raise _refusal(compiled.get_error())
         return compiled
+
+
+def _try_elsewhere(grammar: str) -> None:
+    """Compile in a process that may use few seconds and bytes, since some schemas would take all
+    that there are. Raises RequestError, or EngineBusy where others are compiling."""
+    if not _compiling.acquire(blocking=False):
+        raise EngineBusy("Other formats are being compiled: this one has to wait.")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _TRIAL],
+            input=grammar,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=2 * _COMPILE_S,
+        )
+    except subprocess.TimeoutExpired:
+        done = None
+    finally:
+        _compiling.release()
+    if done is None or done.returncode != 0:
+        raise _refusal(
+            f"compiling it takes more than {_COMPILE_S} seconds or {_COMPILE_BYTES} bytes"
+        )
+    if done.stdout.strip():
+        raise _refusal(done.stdout)
+
+
+def _refusal(reason: str) -> RequestError:
+    line = reason.strip().split("\n")[0][:300]
+    return RequestError(f"This format cannot be followed: {line}", "response_format")

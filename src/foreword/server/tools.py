@@ -26,6 +26,7 @@ To call one, write its name and arguments as JSON, so:
 <tool_call>
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 </tool_call>"""
+_DEFINED = ("$defs", "definitions")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -43,24 +44,32 @@ class Tools:
         """Of an answer that must be a call; empty where it need not."""
         if not self.must:
             return ""
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool["function"]["name"]},
-                    _arguments_key(style): tool["function"].get("parameters") or {"type": "object"},
-                },
-                "required": ["name", _arguments_key(style)],
-                "additionalProperties": False,
-            }
+        schemas = [
+            _call_schema(tool["function"], style)
             for tool in self.definitions
             if tool["function"]["name"] in self.names
         ]
-        call = json_rule({"anyOf": calls})
+        rules = [f"call{at}: {json_rule(schema)}" for at, schema in enumerate(schemas)]
+        rules.append(f"call: {' | '.join(f'call{at}' for at in range(len(schemas)))}")
         if style == "bare":
-            return f"start: call\ncall: {call}"
+            return "\n".join(["start: call", *rules])
         more = ' ("\\n" tagged)*' if self.several else ""
-        return f'start: tagged{more}\ntagged: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: {call}'
+        tagged = f'tagged: "{OPEN}\\n" call "\\n{CLOSE}"'
+        return "\n".join([f"start: tagged{more}", tagged, *rules])
+
+
+def _call_schema(function: Mapping[str, Any], style: ToolStyle) -> dict[str, Any]:
+    """Of a call of one function. What its parameters define stays at the root, where their
+    references look for it."""
+    parameters = dict(function.get("parameters") or {"type": "object"})
+    defined = {name: parameters.pop(name) for name in _DEFINED if name in parameters}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, _arguments_key(style): parameters},
+        "required": ["name", _arguments_key(style)],
+        "additionalProperties": False,
+        **defined,
+    }
 
 
 def _arguments_key(style: ToolStyle) -> str:
