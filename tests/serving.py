@@ -1,4 +1,4 @@
-"""A server over an EchoEngine on a free port, for the tests that ask it."""
+"""A server over an engine on a free port, for the tests that ask it."""
 
 import threading
 import time
@@ -8,14 +8,14 @@ from typing import Any
 
 import uvicorn
 
-from echo import EchoEngine
 from foreword.cli.serve import bind
+from foreword.core.request import Engine
 from foreword.server.app import create_app
 from foreword.server.connection import Connection
 
 
 @contextmanager
-def serving(engine: EchoEngine, **access: Any) -> Iterator[str]:
+def serving(engine: Engine, **access: Any) -> Iterator[str]:
     """The URL of a server with `create_app`'s other arguments."""
     app = create_app(engine, **access)
     config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", ws="none")
