@@ -74,7 +74,9 @@ def engine() -> EchoEngine:
 
 
 def test_a_chat_shows_what_each_turn_reused(engine: EchoEngine) -> None:
-    with serving(engine) as url, chatting("--url", url, "--system", "Echo.") as (terminal, process):
+    flags = ("--system", "Echo.", "--model", "other")
+    with serving(engine) as url, chatting("--url", url, *flags) as (terminal, process):
+        terminal.until("A server runs already: --model other is for one that is started.")
         terminal.until(rf"echo at {url}\. /new starts over")
         terminal.until("> ")
         terminal.type("héllo\n")

@@ -46,6 +46,9 @@ def split(text: str, cuts: list[int], style: Any = "tagged") -> tuple[str, list[
         (f"I add. {CALL}", "I add. ", ["add"]),
         (f"{CALL}\n{CALL.replace('add', 'mul')}", "", ["add", "mul"]),
         (CALL[:-3], CALL[:-3], []),
+        (f"{CALL}\n{CALL[:-3]}", "", ["add"]),
+        (f"{CALL}\n<tool_", "", ["add"]),
+        (f'<tool_call>{{"open": "{CALL}', f'<tool_call>{{"open": "{CALL}', []),
         ("<tool_call>not JSON</tool_call> so", "<tool_call>not JSON</tool_call> so", []),
         (CALL.replace("add", "del"), CALL.replace("add", "del"), []),
         (CALL.replace('{"a": 1}', "3"), CALL.replace('{"a": 1}', "3"), []),
@@ -85,6 +88,14 @@ def test_calls_that_are_all_of_an_answer(
 def test_text_without_calls_is_left_as_it_is(text: str, cuts: list[int]) -> None:
     for style in ("tagged", "bare"):
         assert split(text, cuts, style) == (text, [])
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_a_tag_inside_of_an_argument_is_no_tag(cuts: list[int]) -> None:
+    inside = '{"name": "add", "arguments": {"a": "</tool_call> \\" </tool_call>"}}'
+    said, calls = split(f"<tool_call>{inside}</tool_call>", cuts)
+    assert said == ""
+    assert [json.loads(call["arguments"]) for call in calls] == [json.loads(inside)["arguments"]]
 
 
 def tool(name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from foreword.cli.client import Client, server
 from foreword.cli.failure import Failure
 from foreword.cli.settings import count
 
+DEFAULT_MODEL = "smollm2"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = "/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url",
         help="a running server (http://127.0.0.1:8000 if one answers there, else one is started)",
     )
-    parser.add_argument("--model", default="smollm2", help="for a server that is started")
+    parser.add_argument("--model", help="for a server that is started (smollm2)")
     parser.add_argument("--system", default="", help="what the model is told before the chat")
     parser.add_argument("--max-tokens", type=count, help="of an answer (the rest of the context)")
 
@@ -47,10 +48,13 @@ def _found(args: argparse.Namespace) -> Iterator[tuple[Client, str]]:
         if args.url:
             raise Failure(f"no server answers at {args.url}: {error}", "failed") from error
     else:
+        if args.model not in (None, model):
+            print(f"A server runs already: --model {args.model} is for one that is started.")
         yield client, model
         return
-    print(f"Starting a server for {args.model}.", flush=True)
-    with server("--model", args.model) as started:
+    name = args.model or DEFAULT_MODEL
+    print(f"Starting a server for {name}.", flush=True)
+    with server("--model", name) as started:
         yield started
 
 

@@ -183,6 +183,8 @@ class ToolCalls:
         said, calls = "", []
         while (start := self._held.find(OPEN)) >= 0:
             stop = self._held.find(CLOSE, start)
+            while stop >= 0 and _in_string(self._held[start + len(OPEN) : stop]):
+                stop = self._held.find(CLOSE, stop + 1)
             if stop < 0:
                 break
             inside = self._held[start + len(OPEN) : stop]
@@ -198,10 +200,13 @@ class ToolCalls:
         return (said if not calls or said.strip() else ""), calls
 
     def flush(self) -> tuple[str, list[dict[str, Any]]]:
-        """What is left at the end. A call that was cut off is text."""
+        """What is left at the end. A call that was cut off is text, except after whole ones."""
         held, self._held = self._held, ""
-        calls = self._calls(held) if self._style == "bare" else []
-        return ("" if calls else held), calls
+        if self._style == "bare":
+            calls = self._calls(held)
+            return ("" if calls else held), calls
+        cut = self.num_calls and held.strip().startswith(OPEN[: len(held.strip())])
+        return ("" if cut else held), []
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
         """The calls that a JSON text holds, one or a list; none where it is anything else."""
@@ -221,6 +226,17 @@ class ToolCalls:
     def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _in_string(text: str) -> bool:
+    """Whether a JSON text ends inside of a string, where a tag is no tag."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _overlap(text: str) -> int:
