@@ -194,8 +194,10 @@ class ToolCalls:
             self._held = self._held[stop + len(CLOSE) :]
             if found:
                 self._held = self._held.lstrip()
-        if start < 0:
-            start = len(self._held) - _overlap(self._held)
+        if start < 0:  # hold back what may become a tag: it begins with the last "<"
+            start = self._held.rfind(OPEN[0])
+            if start < 0 or not OPEN.startswith(self._held[start:]):
+                start = len(self._held)
         said, self._held = said + self._held[:start], self._held[start:]
         return (said if not calls or said.strip() else ""), calls
 
@@ -237,9 +239,3 @@ def _in_string(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return False
-
-
-def _overlap(text: str) -> int:
-    """How many last characters may be the start of a tag."""
-    sizes = range(min(len(text), len(OPEN) - 1), 0, -1)
-    return next((size for size in sizes if OPEN.startswith(text[-size:])), 0)
