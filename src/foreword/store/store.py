@@ -1,0 +1,62 @@
+"""KVStore: records by block hash in one place. What may live where is the core's decision."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from foreword.core.block import BlockHash
+from foreword.store.codec import RecordKey
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record that a store found when it was opened. `parent` is the root for a first block."""
+
+    block_hash: BlockHash
+    parent: BlockHash
+
+
+class KVStore(Protocol):
+    """Calls block, come in batches, and may come from several threads at once. None raises for
+    what is missing or full; OSError says that the place itself fails. What `get` returns is not
+    checked: its caller does that (`codec.check`), right after, while the bytes are in the cache.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in metrics and settings: host, disk."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Records that it may hold now. It may shrink: delete some, or puts are refused."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of its place now."""
+        ...
+
+    def entries(self) -> Iterable[Entry]:
+        """Own records as they were found at opening, least recently used first."""
+        ...
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Which of these `get` would find, own or of others that share the place."""
+        ...
+
+    def get(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> list[int]:
+        """Read each record to the start of its buffer; how many bytes, 0 where it is not here.
+        Buffers are `slot_bytes` long and start at multiples of 4,096 bytes."""
+        ...
+
+    def put(self, keys: Sequence[RecordKey], records: Sequence[memoryview]) -> list[bool]:
+        """Keep sealed records, in order. False where there was no room, or writing failed. Each
+        record lies at the start of a buffer like those of `get`; its memoryview is that long."""
+        ...
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """Forget own records; those that are not here are no error."""
+        ...
+
+    def close(self) -> None: ...
