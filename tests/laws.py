@@ -1,9 +1,12 @@
 """Laws that hold between calls, across the core's objects: none of them can be seen from inside
 one object. `Slots` stands in for device memory and holds, for each token slot, the true prefix."""
 
+from collections import Counter
+
 from foreword.core.block import TOKEN_BYTES
-from foreword.core.cache import BlockState
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.core.lease import BlockState
+from foreword.core.tier import Kept
 
 
 class Slots:
@@ -26,6 +29,11 @@ class Slots:
             block, offset = divmod(at, self.block_size)
             truth = (lease.chain.root, *lease.chain.token_ids[: at + 1])
             self.held[lease.block_ids[block]][offset] = truth
+
+    def block(self, block_id):
+        """What a whole block holds, to be written elsewhere."""
+        assert None not in self.held[block_id], "stored a block that is not full"
+        return list(self.held[block_id])
 
     def check(self, lease):
         for at in range(lease.num_computed_tokens):
@@ -102,16 +110,37 @@ def check_children(node, width):
     assert all(child.parent is node for child in node.sorted_children)
 
 
-def check_leases(leases, block_size):
+def check_leases(leases, block_size, loads=()):
     leaders = [lease.leads for lease in leases if lease.leads is not None]
     assert len(leaders) == len(set(leaders))
     for lease in leases:
         full = lease.num_computed_tokens // block_size
-        loading = lease.copy is not None
-        expected = [BlockState.READY] * full + [BlockState.LOADING] * loading
-        expected += [BlockState.BLANK] * (len(lease.block_ids) - len(expected))
-        assert list(lease.states) == expected
+        loading = {full} if lease.copy is not None else set()
+        for load, start, stop in loads:
+            if load.lease is lease:
+                loading |= set(range(start, stop))
+        assert min(loading, default=full) >= full
+        states = list(lease.states)
+        assert states[:full] == [BlockState.READY] * full
+        assert {at for at, state in enumerate(states) if state == BlockState.LOADING} == loading
+        if not lease.restored:
+            assert BlockState.READY not in states[full:]
+        assert full == len(states) or states[full] != BlockState.READY, "passed over what is ready"
         assert lease.num_published in (0, full)
+
+
+def check_tier(tier):
+    """Parents outlive their children, and nothing is kept that nothing can evict."""
+    entries = tier._entries
+    kept = {h for h, entry in entries.items() if entry.kept is not Kept.ABSENT}
+    assert tier.num_blocks == len(kept)
+    children = Counter(entry.parent for entry in entries.values() if entry.parent is not None)
+    candidates = {h for used, _, h in tier._leaves if h in entries and entries[h].last_used == used}
+    for block_hash, entry in entries.items():
+        assert entry.num_children == children[block_hash]
+        assert entry.num_children or entry.kept is not Kept.ABSENT, "an entry of nothing"
+        if not entry.num_children:
+            assert block_hash in candidates, "a leaf that nothing can evict"
 
 
 class Listener:

@@ -13,8 +13,9 @@ from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
 from foreword.engine import sequence as sequence_module
-from foreword.engine.engine import BLOCK_SIZE, EngineSettings, TorchEngine
+from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.runner import Part, Runner
+from foreword.engine.settings import EngineSettings
 from tiny import make_tiny
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from foreword.engine.engine import EngineSettings, TorchEngine
+from foreword.engine.engine import TorchEngine
+from foreword.engine.settings import EngineSettings
 from serving import serving
 from tiny import make_tiny
 

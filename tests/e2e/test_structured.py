@@ -15,7 +15,8 @@ from echo import EchoEngine
 from foreword.core.errors import EngineBusy, RequestError
 from foreword.core.request import Engine, ModelCard
 from foreword.engine import grammar as grammar_module
-from foreword.engine.engine import EngineSettings, TorchEngine
+from foreword.engine.engine import TorchEngine
+from foreword.engine.settings import EngineSettings
 from foreword.server.openai import parse
 from foreword.server.tools import Tools
 from tiny import make_tiny

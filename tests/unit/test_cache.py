@@ -3,8 +3,9 @@
 import pytest
 
 from foreword.core.block import BlockHash, Chain
-from foreword.core.cache import BlockState, Copy, KVCache, Refusal
+from foreword.core.cache import KVCache, Refusal
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.core.lease import BlockState, Copy
 from laws import check_index, check_pool
 
 ROOT = BlockHash(bytes(32))

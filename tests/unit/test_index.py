@@ -5,9 +5,10 @@ import random
 import pytest
 
 from foreword.core.block import BlockHash, BlockId, Chain, token_key
-from foreword.core.cache import BlockState, Copy, KVCache, Lease, Refusal
+from foreword.core.cache import KVCache, Refusal
 from foreword.core.events import BlockRemoved
 from foreword.core.index import Node, RadixIndex
+from foreword.core.lease import BlockState, Copy, Lease
 
 ROOT = BlockHash(bytes(32))
 SIZE = 4

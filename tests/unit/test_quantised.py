@@ -15,7 +15,7 @@ from foreword.cli import main as cli
 from foreword.cli.bench_quality import add_arguments, compared, run
 from foreword.cli.bench_transformers import Ours
 from foreword.cli.failure import EXIT_CODES
-from foreword.engine.engine import EngineSettings, TorchEngine
+from foreword.engine.engine import TorchEngine
 from foreword.engine.exact import linear_shapes
 from foreword.engine.linear import PackedLinear
 from foreword.engine.model import load_model
@@ -28,6 +28,7 @@ from foreword.engine.quantised import (
     quantise_layers,
 )
 from foreword.engine.runner import Part, Runner
+from foreword.engine.settings import EngineSettings
 from tiny import make_tiny
 
 IDS = list(range(3, 63))

@@ -18,7 +18,7 @@ from foreword.cli import main as cli
 from foreword.cli.failure import EXIT_CODES, Failure
 from foreword.cli.serve import banner, bind, check_device, url
 from foreword.cli.settings import default_kv_bytes, engine_settings, physical_memory_bytes, size
-from foreword.engine.engine import EngineSettings
+from foreword.engine.settings import EngineSettings
 
 GIB = 1 << 30
 

@@ -1,8 +1,9 @@
 """The worked example of docs/architecture.md."""
 
 from foreword.core.block import BlockHash, Chain
-from foreword.core.cache import Copy, KVCache, Lease, Refusal
+from foreword.core.cache import KVCache, Refusal
 from foreword.core.events import BlockRemoved
+from foreword.core.lease import Copy, Lease
 
 ROOT = BlockHash(bytes(32))
 OPENING = list(range(100, 114))

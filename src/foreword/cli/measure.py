@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from foreword.cli.settings import count
 from foreword.core.request import Request, SamplingParams
-from foreword.engine.engine import EngineSettings, TorchEngine
+from foreword.engine.engine import TorchEngine
+from foreword.engine.settings import EngineSettings
 
 
 @dataclass(slots=True)

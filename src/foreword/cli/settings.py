@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from foreword.cli.failure import Failure
 
 if TYPE_CHECKING:  # importing it takes torch's seconds, which `--help` must not cost
-    from foreword.engine.engine import EngineSettings
+    from foreword.engine.settings import EngineSettings
 
 KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -82,7 +82,7 @@ def add_listen_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> "EngineSettings":
     """The engine that the flags ask for. Raises Failure for memory that is not there."""
-    from foreword.engine.engine import EngineSettings
+    from foreword.engine.settings import EngineSettings
 
     memory_bytes = physical_memory_bytes()
     kv_bytes = args.kv_bytes or default_kv_bytes(memory_bytes)

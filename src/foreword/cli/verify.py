@@ -16,9 +16,10 @@ import torch
 from foreword.cli.measure import engine_settings
 from foreword.cli.settings import count
 from foreword.core.request import Output, Request, SamplingParams
-from foreword.engine.engine import BLOCK_SIZE, EngineSettings, TorchEngine
+from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.model import DTYPES
 from foreword.engine.sequence import Sequence
+from foreword.engine.settings import EngineSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,25 +1,20 @@
 """KVCache: the one state machine. Calls come in, effects go out, results are told back.
 
 A request is admitted with a Lease, told `filled` as its tokens get their KV, and released. What is
-contiguous and ready is published, so that later requests start from it. `Copy` effects are done by
-the caller, who then reports them as filled.
+contiguous and ready is published, so that later requests start from it. Effects are done by the
+caller, who tells what came of them: `Copy` as filled, each `Load` as loaded or lost, each `Store`
+as stored.
 """
 
-from dataclasses import dataclass
-from enum import Enum, IntEnum
+from collections.abc import Mapping, Sequence
+from enum import Enum
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from foreword.core.index import Node, RadixIndex
+from foreword.core.lease import BlockState, Copy, Drop, Lease, Load, Probe, Store
 from foreword.core.pool import BlockPool
-
-
-class BlockState(IntEnum):
-    """What a leased block holds for its lease."""
-
-    BLANK = 0  # nothing yet, or not all of its tokens
-    LOADING = 1  # an effect will fill its first tokens
-    READY = 2  # all of its tokens
+from foreword.core.tier import Tier
 
 
 class Refusal(Enum):
@@ -29,64 +24,59 @@ class Refusal(Enum):
     PASSED_OVER = "its next block is being computed by another request"
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Effect: copy the KV of the first `num_tokens` tokens of slot `source` to slot `target`."""
-
-    source: BlockId
-    target: BlockId
-    num_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A request's pinned blocks, in prefix order, until released.
-
-    `num_computed_tokens` leading tokens hold valid KV. `num_published` leading blocks can be found
-    by others and end at the index node `end` (None: at the root).
-    """
-
-    chain: Chain
-    block_ids: list[BlockId]
-    states: bytearray  # a BlockState per block
-    num_reused_tokens: int
-    num_computed_tokens: int
-    num_published: int
-    end: Node | None
-    copy: Copy | None = None
-    leads: BlockHash | None = None  # the block that others wait for
-    released: bool = False
-
-
 class KVCache:
-    """Device blocks of one model, by prefix. With `reuse` off it only hands out memory."""
+    """Device blocks of one model, by prefix, and what the tiers below have of them, the fastest
+    first. With `reuse` off it only hands out memory."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, reuse: bool = True, record_events: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        reuse: bool = True,
+        record_events: bool = False,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size)
         self.reuse = reuse
+        self.tiers = tuple(tiers) if reuse else ()
         self.num_evicted_blocks = 0  # since start
         self._record_events = record_events
         self._events: list[KVEvent] = []
+        self._effects: list[Store | Drop] = []
         self._leaders: dict[BlockHash, Lease] = {}
 
-    def admit(self, chain: Chain, *, match: bool = True) -> tuple[Lease, list[Copy]] | Refusal:
+    def probe(self, chain: Chain) -> list[Probe]:
+        """What to ask the shared tiers before `chain` is admitted: where nothing nearer has all."""
+        stop = self._num_reusable(chain)
+        _, matched = self._match(chain)
+        runs = self._below(chain, len(matched), {})
+        start = runs[-1][2] if runs else len(matched)
+        if start == stop:
+            return []
+        shared = [number for number, tier in enumerate(self.tiers) if tier.shared and tier.reads]
+        return [Probe(number, chain, start) for number in shared]
+
+    def admit(
+        self, chain: Chain, *, match: bool = True, elsewhere: Mapping[int, int] | None = None
+    ) -> tuple[Lease, list[Copy | Load]] | Refusal:
         """Lease blocks for every token of `chain`, reusing the longest known prefix; without
-        `match` nothing, for who must see every token computed.
+        `match` nothing, for who must see every token computed. `elsewhere` is what Probes found:
+        by tier, how many leading blocks of the chain it has of anybody's.
 
         At least the last token is left to compute: its logits are what the caller wants. The
-        effects must be performed and reported by `filled`, each before any later token.
+        effects must be performed and reported, a Copy before any later token is filled.
         """
         assert len(chain) > 0
         node, matched = self._match(chain) if match else (self.index.root(chain.root), [])
         start = len(matched)
         if match and start < len(chain.hashes) and self._awaited(node, chain.hashes[start]):
             return Refusal.PASSED_OVER
+        runs = self._below(chain, start, elsewhere or {}) if match else []
         self.pool.pin(matched)
-        source = self._closest(node, chain, start) if match else None
+        source = self._closest(node, chain, start) if match and not runs else None
         if source is not None:
             self.pool.pin((source[0],))
         fresh = self._take(self._num_blocks(len(chain)) - start)
@@ -102,9 +92,12 @@ class KVCache:
         end = node if start else None
         num_reused = start * self.block_size
         lease = Lease(chain, matched + fresh, states, num_reused, num_reused, start, end)
+        lease.elsewhere = elsewhere or {}
         self._lead(lease)
         if source is None:
-            return lease, []
+            for _, first, stop in runs:
+                states[first:stop] = bytes([BlockState.LOADING]) * (stop - first)
+            return lease, [Load(lease, *run) for run in runs]
         lease.copy = Copy(source[0], fresh[0], source[1])
         lease.num_reused_tokens += source[1]
         states[start] = BlockState.LOADING
@@ -130,16 +123,68 @@ class KVCache:
             self.pool.unpin((lease.copy.source,))
             lease.states[lease.num_published] = BlockState.BLANK
             lease.copy = None
-        before = lease.num_computed_tokens // self.block_size
         lease.num_computed_tokens += num_tokens
         assert lease.num_computed_tokens <= min(
             len(lease.chain), len(lease.block_ids) * self.block_size
         )
-        full = lease.num_computed_tokens // self.block_size
-        if full > before:
-            lease.states[before:full] = bytes([BlockState.READY]) * (full - before)
-            if self.reuse:
-                self._publish(lease, full)
+        self._advance(lease)
+
+    def num_computable(self, lease: Lease) -> int:
+        """How many tokens can be computed next: as many as come before the next block that a tier
+        has loaded or is loading. 0 while the very next one is being loaded."""
+        size, states = self.block_size, lease.states
+        first = lease.num_computed_tokens // size
+        ahead = [states.find(state, first) for state in (BlockState.LOADING, BlockState.READY)]
+        end = min((at * size for at in ahead if at >= 0), default=len(lease.chain))
+        return max(0, end - lease.num_computed_tokens)
+
+    def loaded(self, load: Load, start: int, stop: int) -> None:
+        """Blocks `start` to `stop` of a load are in the lease's slots, whole and verified."""
+        lease = load.lease
+        assert not lease.released
+        assert set(lease.states[start:stop]) == {BlockState.LOADING}
+        lease.states[start:stop] = bytes([BlockState.READY]) * (stop - start)
+        num_tokens = (stop - start) * self.block_size
+        lease.num_reused_tokens += num_tokens
+        lease.restored[load.tier] = lease.restored.get(load.tier, 0) + num_tokens
+        self._advance(lease)
+
+    def lost(self, load: Load, start: int, stop: int, *, gone: bool) -> None:
+        """Blocks `start` to `stop` of a load do not come: late, or `gone` from the tier, missing or
+        damaged. They will be computed; what is gone is stored again then."""
+        lease = load.lease
+        if gone:
+            tier = self.tiers[load.tier]
+            for block_hash in lease.chain.hashes[start:stop]:
+                tier.remove(block_hash)
+            lease.elsewhere = {
+                number: min(num, start) if number == load.tier else num
+                for number, num in lease.elsewhere.items()
+            }
+            self._effects.append(Drop(load.tier, tuple(lease.chain.hashes[start:stop])))
+        if not lease.released:
+            assert set(lease.states[start:stop]) == {BlockState.LOADING}
+            lease.states[start:stop] = bytes(stop - start)
+
+    def stored(self, tier: int, hashes: Sequence[BlockHash], *, ok: bool) -> None:
+        """What came of a Store, or of a part of it."""
+        for block_hash in hashes:
+            if ok:
+                self.tiers[tier].stored(block_hash)
+            else:
+                self.tiers[tier].remove(block_hash)
+        if not ok:  # another Store of it may be under way, which nobody would know of now
+            self._drop(tier, list(hashes))
+
+    def resize(self, tier: int, capacity: int) -> None:
+        """A tier has room for more or fewer blocks than before."""
+        self.tiers[tier].capacity = capacity
+        self._drop(tier, self.tiers[tier].make_room())
+
+    def take_effects(self) -> list[Store | Drop]:
+        """What to do since the last call, in order. Ask after each call that publishes or loses."""
+        effects, self._effects = self._effects, []
+        return effects
 
     def publish_end(self, lease: Lease) -> Node | None:
         """Let others copy from the lease's unfinished last block, as far as it is computed.
@@ -172,13 +217,18 @@ class KVCache:
         self.pool.unpin(lease.block_ids)
         if leaf is not None:
             self.index.touch(leaf)
+        for tier in self.tiers:
+            tier.touch(lease.chain.hashes, lease.num_published)
 
     def clear(self) -> bool:
-        """Forget everything cached. False, and nothing changed, while any block is leased."""
+        """Forget everything cached, in our part of the tiers too. False, and nothing changed, while
+        any block is leased."""
         if self.pool.num_leased:
             return False
         self.pool = BlockPool(self.pool.num_blocks)
         self.index = RadixIndex(self.block_size)
+        for number, tier in enumerate(self.tiers):
+            self._drop(number, tier.clear())
         if self._record_events:
             self._events.append(AllBlocksCleared())
         return True
@@ -193,7 +243,30 @@ class KVCache:
 
     def _match(self, chain: Chain) -> tuple[Node, list[BlockId]]:
         root = self.index.root(chain.root)
-        return self.index.walk(root, chain.hashes, 0, (len(chain) - 1) // self.block_size)
+        return self.index.walk(root, chain.hashes, 0, self._num_reusable(chain))
+
+    def _num_reusable(self, chain: Chain) -> int:
+        """How many blocks may be known already: the last token is computed."""
+        return (len(chain) - 1) // self.block_size
+
+    def _below(
+        self, chain: Chain, start: int, elsewhere: Mapping[int, int]
+    ) -> list[tuple[int, int, int]]:
+        """Where blocks from `start` on come from, without a gap, each from the fastest tier that
+        has it: tier, first block, end."""
+        runs: list[tuple[int, int, int]] = []
+        stop = self._num_reusable(chain)
+        at = -1
+        while at < start < stop:
+            at = start
+            for number, tier in enumerate(self.tiers):
+                if tier.reads:
+                    own = start + tier.num_ready(chain.hashes, start, stop)
+                    end = max(own, min(elsewhere.get(number, 0), stop))
+                    if end > start:
+                        runs.append((number, start, end))
+                        start = end
+        return runs
 
     def _closest(self, node: Node, chain: Chain, start: int) -> tuple[BlockId, int] | None:
         """The slot whose first tokens continue `chain` after block `start`, and how many do."""
@@ -247,6 +320,49 @@ class KVCache:
         lease.num_published, lease.end = full, node
         self._follow(lease)
         self._lead(lease)
+        for number in range(len(self.tiers)):
+            self._store(lease, number)
+
+    def _advance(self, lease: Lease) -> None:
+        """Pass what a load has filled, and publish what is contiguous and ready."""
+        size = self.block_size
+        full = lease.num_computed_tokens // size
+        states = lease.states
+        while full < len(states) and states[full] == BlockState.READY:
+            full += 1
+            lease.num_computed_tokens = full * size
+        states[lease.num_published : full] = bytes([BlockState.READY]) * (
+            full - lease.num_published
+        )
+        if self.reuse and full > lease.num_published:
+            self._publish(lease, full)
+
+    def _store(self, lease: Lease, number: int) -> None:
+        """Let a tier have all published blocks of a lease that it lacks. Parents first: a child is
+        kept only below its parent."""
+        tier, hashes, stop = self.tiers[number], lease.chain.hashes, lease.num_published
+        if not tier.writes:
+            return
+        at = min(lease.elsewhere.get(number, 0), stop)
+        while (at := at + tier.num_kept(hashes, at, stop)) < stop:
+            tier.touch(hashes, at)
+            first = at
+            dropped: list[BlockHash] = []
+            while at < stop and not tier.num_kept(hashes, at, at + 1):
+                parent = hashes[at - 1] if at else lease.chain.root
+                dropped += tier.make_room(protected=parent)
+                if not tier.claim(hashes[at], parent):
+                    stop = at  # its own parents fill it
+                    break
+                at += 1
+            self._drop(number, dropped)
+            if at > first:
+                block_ids = tuple(lease.block_ids[first:at])
+                self._effects.append(Store(number, lease.chain, first, block_ids))
+
+    def _drop(self, tier: int, hashes: list[BlockHash]) -> None:
+        if hashes:
+            self._effects.append(Drop(tier, tuple(hashes)))
 
     def _end(self, lease: Lease) -> Node:
         return lease.end if lease.end is not None else self.index.root(lease.chain.root)

@@ -32,6 +32,25 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class TierStats:
+    """What one tier below the device has done since the start, and what it holds now."""
+
+    name: str
+    num_hit_tokens: int = 0  # prompt tokens found there, counted as EngineStats counts hits
+    num_loaded_blocks: int = 0
+    num_stored_blocks: int = 0
+    num_dropped_blocks: int = 0  # not stored: too many waited to be written
+    lost: dict[str, int] = field(default_factory=dict)  # blocks that a load did not bring, by why
+    read_s: Histogram = field(default_factory=Histogram)
+    write_s: Histogram = field(default_factory=Histogram)
+    num_blocks: int = 0
+    num_bytes: int = 0
+
+    def count_lost(self, reason: str, num_blocks: int) -> None:
+        self.lost[reason] = self.lost.get(reason, 0) + num_blocks
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counts since start, and how things stand now. Tokens are counted when computed; a request
     when its first token comes, so one that was cancelled before is in none of the cache's counts.
@@ -46,11 +65,9 @@ class EngineStats:
     num_preemptions: int = 0
     num_evicted_blocks: int = 0
     ttft_s: Histogram = field(default_factory=Histogram)
-    offload_read_s: Histogram = field(default_factory=Histogram)
-    offload_write_s: Histogram = field(default_factory=Histogram)
-    restore_stall_s: float = 0.0  # steps that waited for a restore
+    restore_stall_s: float = 0.0  # in which all that ran waited for a tier
     num_waiting: int = 0  # sequences that hold no blocks
     num_running: int = 0
     device_bytes: int = 0  # of blocks that hold KV, leased or cached
     leased_bytes: int = 0  # of those, the blocks of running sequences
-    host_bytes: int = 0
+    tiers: tuple[TierStats, ...] = ()  # the fastest first

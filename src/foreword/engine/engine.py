@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -26,36 +26,20 @@ from foreword.core.request import ModelCard, Output, Request
 from foreword.core.stats import EngineStats
 from foreword.engine.grammar import Grammars
 from foreword.engine.model import LoadedModel, load_model
-from foreword.engine.runner import Part, Runner
+from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler, Step
 from foreword.engine.sequence import Sequence
+from foreword.engine.settings import EngineSettings, open_stores
 from foreword.engine.stats import Counts
 from foreword.engine.stream import Letter, Stream, put
 from foreword.engine.text import Text, TextStream
+from foreword.engine.transfer import Transfer, tier_of
+from foreword.store.codec import record_bytes
 
 log = logging.getLogger("foreword.engine")
 
 BLOCK_SIZE = 16  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What a user may choose about the engine."""
-
-    model: str = "smollm2"
-    served_name: str | None = None
-    device: str = "cpu"
-    dtype: str = "bfloat16"
-    max_model_len: int | None = None  # tokens; None: the model's own
-    kv_bytes: int = 1 << 30  # device memory for KV
-    max_num_seqs: int = 64
-    max_queue: int = 256  # sequences that may wait; more are refused
-    max_batch_tokens: int = 512  # of one step while others decode
-    max_prefill_tokens: int = 2048  # of one step while nothing decodes
-    exact: bool = True
-    prefix_caching: bool = True
-    num_threads: int | None = None  # None: torch's own choice
-    quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
+FLUSH_S = 5.0  # how long what is being written below the device may take at the end
 
 
 class TorchEngine:
@@ -68,7 +52,15 @@ class TorchEngine:
         self.exact, self.exact_reason = runner.exactness
         self.identity: Identity = model.identity(BLOCK_SIZE, runner.numerics)
         num_blocks = runner.kv.num_blocks
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, reuse=settings.prefix_caching)
+        self._wake = threading.Condition()
+        stores = open_stores(settings, record_bytes(BLOCK_SIZE, model.block_bytes(BLOCK_SIZE)))
+        self.cache = KVCache(
+            num_blocks,
+            BLOCK_SIZE,
+            reuse=settings.prefix_caching,
+            tiers=[tier_of(store) for store in stores],
+        )
+        self.transfer = Transfer(self.cache, runner.kv, stores, self._notify)
         self.scheduler = Scheduler(
             self.cache,
             settings.max_num_seqs,
@@ -88,7 +80,6 @@ class TorchEngine:
         self._text = Text(model, self._card.max_model_len)
         self._grammars = Grammars(model.tokenizer, model.vocab_size, model.end_token_id)
         self._streams: dict[Sequence, Stream] = {}
-        self._wake = threading.Condition()
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
         self._clearing: list[Future[bool]] = []
         self._draining = False
@@ -133,6 +124,7 @@ class TorchEngine:
             num_running=len(self.scheduler.running),
             device_bytes=(pool.num_blocks - pool.num_blank) * block_bytes,
             leased_bytes=pool.num_leased * block_bytes,
+            tiers=self.transfer.stats,
         )
 
     @property
@@ -160,6 +152,7 @@ class TorchEngine:
             "context": f"{self.card.max_model_len:,} tokens",
             "KV pool": f"{pool.num_blocks * BLOCK_SIZE:,} tokens, {size:,.0f} MiB",
             "reuse": "on" if self.settings.prefix_caching else "off",
+            "below": self.transfer.description,
             "exact": f"{'yes' if self.exact else 'no'}: {self.exact_reason}",
         }
 
@@ -173,9 +166,9 @@ class TorchEngine:
             self._wake.notify()
         await asyncio.to_thread(self._idle.wait, drain_s)
         self._stopping = True
-        with self._wake:
-            self._wake.notify()
+        self._notify()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self.transfer.close, FLUSH_S)
 
     def encode(self, text: str) -> list[int]:
         return self._text.encode(text)
@@ -242,13 +235,22 @@ class TorchEngine:
             self._inbox.append((starts, stream))
             self._wake.notify()
 
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._receive()
+                for probe, num_blocks in self.transfer.settle():
+                    self.scheduler.found(probe, num_blocks)
                 step = self.scheduler.schedule()
+                self.transfer.perform(step.loads)
                 if step.work:
                     self._deliver(self._step(step))
+                else:
+                    self._await_tiers()
         except Exception:
             log.exception("the engine failed and serves no more")
             self._refusal = "The engine failed and serves no more; its log says why."
@@ -277,6 +279,7 @@ class TorchEngine:
         for cleared in clearing:
             if cleared.set_running_or_notify_cancel():  # False: who asked has gone
                 cleared.set_result(self.cache.clear())
+                self.transfer.perform(self.cache.take_effects())
         for starts, stream in letters:
             if not starts:
                 self._forget([s for s in stream.samples if s in self._streams])
@@ -285,6 +288,17 @@ class TorchEngine:
                 self._begin(stream)
             except Exception:  # noqa: BLE001 - one request's fault, and logged
                 put(stream.loop, [(stream, self._failed(stream))])
+
+    def _await_tiers(self) -> None:
+        """Nothing can be computed: sleep until a tier answers, or is given up, or others come."""
+        begin_s, until_s = time.monotonic(), self.transfer.next_deadline_s
+        if until_s is None:
+            return  # what was preempted takes its turn in the next step
+        with self._wake:
+            if not (self._inbox or self._clearing or self._stopping or self.transfer.has_news):
+                self._wake.wait(max(0.0, until_s - begin_s))
+        if self.scheduler.running:
+            self._counts.totals.restore_stall_s += time.monotonic() - begin_s
 
     def _begin(self, stream: Stream) -> None:
         request = stream.request
@@ -306,7 +320,7 @@ class TorchEngine:
             for index in range(request.n)
         ]
         self._streams.update(dict.fromkeys(stream.samples, stream))
-        self.scheduler.add(stream.samples)
+        self.transfer.perform(self.scheduler.add(stream.samples))
 
     def _failed(self, stream: Stream) -> RequestFailed:
         """One request met a fault that need not end the others: log it and forget the request."""
@@ -329,7 +343,7 @@ class TorchEngine:
             assert sequence.lease is not None
             self.runner.copy(copy.source, copy.target, copy.num_tokens)
             self.cache.filled(sequence.lease, copy.num_tokens)
-        parts = [_part(sequence, num) for sequence, num in step.work]
+        parts = [sequence.part(num) for sequence, num in step.work]
         logits = self.runner.step(parts)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
@@ -338,6 +352,7 @@ class TorchEngine:
         self._counts.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
         rows = torch.split(logits, [part.num_logits for part in parts])
         settled = [self.scheduler.settle(sequence, num) for sequence, num in step.work]
+        self.transfer.perform(self.cache.take_effects())
         ready: list[Sequence] = []
         outputs: list[tuple[Stream, Output | RequestFailed]] = []
         for (sequence, _num), part, own, is_ready in zip(
@@ -369,31 +384,9 @@ class TorchEngine:
         for stream, output in outputs:
             if stream.first_token_s is None and isinstance(output, Output):
                 stream.first_token_s = time.monotonic()
-                self._first_token(stream, output)
+                ttft_s = stream.first_token_s - stream.submitted_s
+                self._counts.add_first_token(stream.request, output.num_cached_tokens, ttft_s)
+                self.transfer.count_hits(stream.samples[output.index].restored)
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, letters in by_loop.items():
             put(loop, letters)
-
-    def _first_token(self, stream: Stream, output: Output) -> None:
-        assert stream.first_token_s is not None
-        ttft_s = stream.first_token_s - stream.submitted_s
-        num_reused = output.num_cached_tokens
-        self._counts.add_first_token(len(stream.request.prompt), num_reused, ttft_s)
-        log.info(
-            "request %s: %d tokens reused, %d computed, TTFT %.0f ms, without cache about %.0f ms",
-            json.dumps(stream.request.request_id),
-            num_reused,
-            len(stream.request.prompt) - num_reused,
-            ttft_s * 1e3,
-            (ttft_s + self._counts.prefill_s(num_reused)) * 1e3,
-        )
-
-
-def _part(sequence: Sequence, num_tokens: int) -> Part:
-    lease = sequence.lease
-    assert lease is not None
-    start = lease.num_computed_tokens
-    stop = start + num_tokens
-    token_ids = sequence.chain.token_ids[start:stop]
-    num_logits = num_tokens if sequence.reports_prompt else int(stop == len(sequence.chain))
-    return Part(lease.block_ids, start, token_ids, num_logits)

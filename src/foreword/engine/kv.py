@@ -2,7 +2,7 @@
 
 import inspect
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,31 @@ class PagedKV:
         from_slot, to_slot = src * self.block_size, dst * self.block_size
         for pool in (*self.keys, *self.values):
             pool[to_slot : to_slot + num_tokens] = pool[from_slot : from_slot + num_tokens]
+
+    def read_blocks(self, block_ids: Sequence[int], out: Tensor) -> None:
+        """Copy whole blocks to rows of `out` [blocks, elements of one block], in main memory: for
+        each layer the keys, then the values, as the Identity's layout says."""
+        ids = torch.tensor(block_ids, device=self.keys[0].device)
+        rows = out if ids.device == out.device else torch.empty_like(out, device=ids.device)
+        for pool, columns in self._columns():
+            rows[:, columns] = pool[ids]
+        if rows is not out:
+            out.copy_(rows)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: Tensor) -> None:
+        """Copy rows as `read_blocks` made them into whole blocks."""
+        ids = torch.tensor(block_ids, device=self.keys[0].device)
+        rows = rows.to(ids.device)
+        for pool, columns in self._columns():
+            pool.index_copy_(0, ids, rows[:, columns])
+
+    def _columns(self) -> Iterator[tuple[Tensor, slice]]:
+        """Each layer's keys and values as [blocks, elements], and where a row has them."""
+        start = 0
+        for pair in zip(self.keys, self.values, strict=True):
+            for pool in pair:
+                blocks = pool.view(len(pool) // self.block_size, -1)
+                yield blocks, slice(start, start := start + blocks.shape[1])
 
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -2,21 +2,25 @@
 
 Running sequences come first, one token for those that decode; then waiting ones are admitted in
 order of arrival. A sequence whose next block another one is computing is passed over, holding
-nothing, and asks again in the next step, so nothing ever waits on a lock.
+nothing, and asks again in the next step, so nothing ever waits on a lock. One whose next block a
+tier is loading runs, and does not compute until it came or is lost.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from foreword.core.cache import Copy, KVCache, Refusal
+from foreword.core.block import Chain
+from foreword.core.cache import KVCache, Refusal
+from foreword.core.lease import Copy, Load, Probe
 from foreword.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
 class Step:
-    """What to run: the copies first, then the new tokens of each sequence."""
+    """What to run: the copies first, then the new tokens of each sequence. Loads go their way."""
 
+    loads: list[Load] = field(default_factory=list)
     copies: list[tuple[Sequence, Copy]] = field(default_factory=list)
     work: list[tuple[Sequence, int]] = field(default_factory=list)
 
@@ -36,18 +40,35 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
+        self._probed: dict[Chain, Sequence] = {}
 
-    def add(self, samples: list[Sequence]) -> None:
-        """Queue the samples of one request: the first computes the prompt for all of them."""
+    def add(self, samples: list[Sequence]) -> list[Probe]:
+        """Queue the samples of one request: the first computes the prompt for all of them. It waits
+        for what the probes find; each is to be told `found`, soon."""
         samples[0].siblings = samples[1:]
         self._num_arrivals += 1
         for sample in samples:
             sample.arrival = self._num_arrivals
         self.waiting.append(samples[0])
+        probes = [] if samples[0].reports_prompt else self.cache.probe(samples[0].chain)
+        if probes:
+            samples[0].num_probes = len(probes)
+            self._probed[samples[0].chain] = samples[0]
+        return probes
+
+    def found(self, probe: Probe, num_blocks: int) -> None:
+        """A tier has `num_blocks` blocks from the probe's start on; 0 too where it did not say."""
+        sequence = self._probed.get(probe.chain)
+        if sequence is None:
+            return  # it was cancelled
+        sequence.elsewhere[probe.tier] = probe.start + num_blocks if num_blocks else 0
+        sequence.num_probes -= 1
+        if not sequence.num_probes:
+            del self._probed[probe.chain]
 
     def schedule(self) -> Step:
-        """The next step. Empty when nothing waits or runs, or when the only one that ran was
-        preempted and waits for its turn again."""
+        """The next step. Empty when nothing waits or runs, when all that do wait for a tier, or
+        when the only one that ran was preempted and waits for its turn again."""
         step = Step()
         num_preemptions = self.num_preemptions
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
@@ -59,9 +80,11 @@ class Scheduler:
         budget -= len(step.work)
         for sequence in prefilling:
             if sequence.lease is not None and budget > 0:
-                num_tokens = sequence.chunk(budget, sequence.num_uncomputed)
-                step.work.append((sequence, num_tokens))
-                budget -= num_tokens
+                num_computable = self.cache.num_computable(sequence.lease)
+                if num_computable:
+                    num_tokens = sequence.chunk(budget, num_computable)
+                    step.work.append((sequence, num_tokens))
+                    budget -= num_tokens
         if self.num_preemptions == num_preemptions:
             self._admit(step, budget)
         return step
@@ -70,7 +93,10 @@ class Scheduler:
         """`num_tokens` were computed. True when the newest token's logits are wanted: sample."""
         assert sequence.lease is not None
         self.cache.filled(sequence.lease, num_tokens)
-        return sequence.num_uncomputed == 0
+        if sequence.num_uncomputed:
+            return False
+        sequence.note_reuse()
+        return True
 
     def start_siblings(self, sequence: Sequence) -> None:
         """The prompt is computed: the other samples start from its blocks."""
@@ -84,6 +110,7 @@ class Scheduler:
         """Forget sequences, done or cancelled, and release what they lease."""
         gone = dict.fromkeys(sequences)
         for sequence in gone:
+            self._probed.pop(sequence.chain, None)
             if sequence.lease is not None:
                 self.cache.release(sequence.lease)
                 sequence.lease = None
@@ -94,18 +121,27 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
-            admitted = self.cache.admit(sequence.chain, match=not sequence.reports_prompt)
+            if sequence.num_probes:
+                passed_over.append(sequence)
+                continue
+            admitted = self.cache.admit(
+                sequence.chain,
+                match=not sequence.reports_prompt,
+                elsewhere=sequence.elsewhere,
+            )
             if isinstance(admitted, Refusal):
                 passed_over.append(sequence)
                 if admitted is Refusal.NO_ROOM:
                     break
                 continue
-            sequence.lease, copies = admitted
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = sequence.lease.num_reused_tokens
-            step.copies += [(sequence, copy) for copy in copies]
+            sequence.lease, effects = admitted
             self.running.append(sequence)
             sequence.prompt_logprobs.clear()  # of an admission before a preemption
+            loads = [effect for effect in effects if isinstance(effect, Load)]
+            if loads:
+                step.loads += loads
+                continue
+            step.copies += [(sequence, copy) for copy in effects if isinstance(copy, Copy)]
             num_left = len(sequence.chain) - sequence.lease.num_reused_tokens
             num_tokens = sequence.chunk(budget, num_left)
             step.work.append((sequence, num_tokens))
@@ -125,9 +161,11 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Take back a lease. What was computed stays cached: a soon return is cheap."""
         assert sequence.lease is not None
+        sequence.note_reuse()
         self.cache.release(sequence.lease)
         sequence.lease = None
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         step.work = [(other, num) for other, num in step.work if other is not sequence]
+        step.loads = [load for load in step.loads if not load.lease.released]
         self.num_preemptions += 1

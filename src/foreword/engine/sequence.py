@@ -5,8 +5,9 @@ from collections.abc import Collection
 from torch import Tensor
 
 from foreword.core.block import Chain
-from foreword.core.cache import Lease
+from foreword.core.lease import Lease
 from foreword.core.request import FinishReason, Output, Request, TokenLogprob
+from foreword.engine.attention import Part
 from foreword.engine.grammar import Matcher
 from foreword.engine.sampler import adjusted, sample, token_logprob, uniform
 from foreword.engine.text import TextStream
@@ -35,7 +36,10 @@ class Sequence:
         self.arrival = 0  # order of admission; the youngest is preempted first
         self.lease: Lease | None = None
         self.siblings: list[Sequence] = []  # samples that start when the prompt is computed
-        self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
+        self.num_probes = 0  # that tiers have not answered yet
+        self.elsewhere: dict[int, int] = {}  # what they answered: leading blocks by tier
+        self.num_cached_tokens: int | None = None  # of the prompt: what nobody computed for it
+        self.restored: dict[int, int] = {}  # of these, tokens by tier
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
 
@@ -57,6 +61,21 @@ class Sequence:
         """Whether logits of all its prompt are wanted still."""
         wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_sampled == 0
+
+    def note_reuse(self) -> None:
+        """Keep what the first lease reused: a later one reuses what was computed under it."""
+        assert self.lease is not None
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = self.lease.num_reused_tokens
+            self.restored = dict(self.lease.restored)
+
+    def part(self, num_tokens: int) -> Part:
+        """The next tokens to compute, as a part of a step."""
+        assert self.lease is not None
+        start = self.lease.num_computed_tokens
+        stop = start + num_tokens
+        num_logits = num_tokens if self.reports_prompt else int(stop == len(self.chain))
+        return Part(self.lease.block_ids, start, self.chain.token_ids[start:stop], num_logits)
 
     def chunk(self, budget: int, num_left: int) -> int:
         """How many of the tokens that are left to compute next, within a budget."""

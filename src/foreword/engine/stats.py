@@ -1,6 +1,12 @@
 """What the engine thread counts, and the measured price of a prefill."""
 
+import json
+import logging
+
+from foreword.core.request import Request
 from foreword.core.stats import EngineStats
+
+log = logging.getLogger("foreword.engine")
 
 _LONG = 256  # tokens; a shorter step's seconds are mostly not its tokens'
 
@@ -21,13 +27,22 @@ class Counts:
             self._prefill_step_s += seconds
             self._prefill_step_tokens += num_prefilled
 
-    def add_first_token(self, num_prompt: int, num_reused: int, ttft_s: float) -> None:
-        """A request's: the tokens of its prompt, and how many of them were known."""
+    def add_first_token(self, request: Request, num_reused: int, ttft_s: float) -> None:
+        """A request's, in the log too; how many tokens of its prompt were not computed for it."""
+        num_prompt = len(request.prompt)
         self.totals.num_queries += 1
         self.totals.num_hits += num_reused > 0
         self.totals.num_hit_tokens += num_reused
         self.totals.num_miss_tokens += num_prompt - num_reused
         self.totals.ttft_s.add(ttft_s)
+        log.info(
+            "request %s: %d tokens reused, %d computed, TTFT %.0f ms, without cache about %.0f ms",
+            json.dumps(request.request_id),
+            num_reused,
+            num_prompt - num_reused,
+            ttft_s * 1e3,
+            (ttft_s + self.prefill_s(num_reused)) * 1e3,
+        )
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that prefilling `num_tokens` would have taken at the average so far. 0 before

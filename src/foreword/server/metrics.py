@@ -1,33 +1,62 @@
 """`/metrics`: an engine's counts as Prometheus reads them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from foreword.core.stats import EngineStats, Histogram
+from foreword.core.stats import EngineStats, Histogram, TierStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One metric. `kind` is Prometheus's; a counter's name has no `_total` here."""
+    """One metric. `kind` is Prometheus's; a counter's name has no `_total` here. `of` gives its
+    value, or values by what `label` tells apart."""
 
     name: str
     kind: str
     help: str
-    of: Callable[[EngineStats], float | Histogram]
+    of: Callable[[EngineStats], float | Histogram | Mapping[str, float | Histogram]]
+    label: str = ""
 
     def family(self, stats: EngineStats) -> Metric:
+        labels = (self.label,) if self.label else ()
         value = self.of(stats)
-        if isinstance(value, Histogram):
-            buckets = list(value.cumulative())
-            return HistogramMetricFamily(self.name, self.help, buckets, sum_value=value.total)
+        values = value if isinstance(value, Mapping) else {"": value}
+        if self.kind == "histogram":
+            histogram = HistogramMetricFamily(self.name, self.help, labels=labels)
+            for name, one in values.items():
+                assert isinstance(one, Histogram)
+                histogram.add_metric([name][: len(labels)], list(one.cumulative()), one.total)
+            return histogram
         family = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        return family(self.name, self.help, value=value)
+        shown = family(self.name, self.help, labels=labels)
+        for name, one in values.items():
+            assert not isinstance(one, Histogram)
+            shown.add_metric([name][: len(labels)], one)
+        return shown
+
+
+def _by_tier(
+    of: Callable[[TierStats], float | Histogram],
+) -> Callable[[EngineStats], Mapping[str, float | Histogram]]:
+    return lambda stats: {tier.name: of(tier) for tier in stats.tiers}
+
+
+def _hit_tokens(stats: EngineStats) -> Mapping[str, float | Histogram]:
+    below = {tier.name: tier.num_hit_tokens for tier in stats.tiers}
+    return {"device": stats.num_hit_tokens - sum(below.values()), **below}
+
+
+def _lost_blocks(stats: EngineStats) -> Mapping[str, float | Histogram]:
+    return {
+        reason: sum(tier.lost.get(reason, 0) for tier in stats.tiers)
+        for reason in ("missing", "damaged", "late", "failed")
+    }
 
 
 SHOWN = (
@@ -46,8 +75,9 @@ SHOWN = (
     Shown(
         "foreword_prefix_cache_hit_tokens",
         "counter",
-        "Prompt tokens that were known and not computed.",
-        lambda stats: stats.num_hit_tokens,
+        "Prompt tokens that were known and not computed, by where they were.",
+        _hit_tokens,
+        "tier",
     ),
     Shown(
         "foreword_prefix_cache_miss_tokens",
@@ -78,19 +108,56 @@ SHOWN = (
         "foreword_kv_cache_cpu_usage_bytes",
         "gauge",
         "KV in the host tier. 0 without one.",
-        lambda stats: stats.host_bytes,
+        lambda stats: sum(tier.num_bytes for tier in stats.tiers if tier.name == "host"),
+    ),
+    Shown(
+        "foreword_kv_cache_disk_usage_bytes",
+        "gauge",
+        "What the disk tier takes of its disk, here and for others in its folder. 0 without one.",
+        lambda stats: sum(tier.num_bytes for tier in stats.tiers if tier.name == "disk"),
     ),
     Shown(
         "foreword_kv_cache_offload_read_latency_seconds",
         "histogram",
-        "Reads from tiers below the device. Empty without one.",
-        lambda stats: stats.offload_read_s,
+        "Reads from tiers below the device, some blocks each. None without a tier.",
+        _by_tier(lambda tier: tier.read_s),
+        "tier",
     ),
     Shown(
         "foreword_kv_cache_offload_write_latency_seconds",
         "histogram",
-        "Writes to tiers below the device. Empty without one.",
-        lambda stats: stats.offload_write_s,
+        "Writes to tiers below the device, some blocks each. None without a tier.",
+        _by_tier(lambda tier: tier.write_s),
+        "tier",
+    ),
+    Shown(
+        "foreword_kv_cache_offload_blocks_stored",
+        "counter",
+        "Blocks written to a tier.",
+        _by_tier(lambda tier: tier.num_stored_blocks),
+        "tier",
+    ),
+    Shown(
+        "foreword_kv_cache_offload_blocks_loaded",
+        "counter",
+        "Blocks that came back from a tier, verified.",
+        _by_tier(lambda tier: tier.num_loaded_blocks),
+        "tier",
+    ),
+    Shown(
+        "foreword_kv_cache_offload_blocks_dropped",
+        "counter",
+        "Blocks not written, for too many waited to be.",
+        _by_tier(lambda tier: tier.num_dropped_blocks),
+        "tier",
+    ),
+    Shown(
+        "foreword_kv_cache_offload_blocks_lost",
+        "counter",
+        "Blocks that did not come back and were computed: missing, damaged, too late, or the tier "
+        "failed.",
+        _lost_blocks,
+        "reason",
     ),
     Shown(
         "foreword_kv_cache_eviction_count",
@@ -101,7 +168,7 @@ SHOWN = (
     Shown(
         "foreword_gpu_stall_due_to_kv_restore_seconds",
         "counter",
-        "Time in which the device waited for a restore.",
+        "Time in which all that ran waited for blocks from a tier.",
         lambda stats: stats.restore_stall_s,
     ),
     Shown(

@@ -33,6 +33,11 @@ class KVStore(Protocol):
         ...
 
     @property
+    def shared(self) -> bool:
+        """Whether others may write there too."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """What it takes of its place now."""
         ...

@@ -1,0 +1,91 @@
+"""Lease: a request's blocks; and the effects by which they are filled and kept.
+
+The core only says what is to be done. Its driver does it and tells what came of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from foreword.core.block import BlockHash, BlockId, Chain
+from foreword.core.index import Node
+
+
+class BlockState(IntEnum):
+    """What a leased block holds for its lease."""
+
+    BLANK = 0  # nothing yet, or not all of its tokens
+    LOADING = 1  # an effect will fill its first tokens
+    READY = 2  # all of its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Effect: copy the KV of the first `num_tokens` tokens of slot `source` to slot `target`."""
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Effect: read blocks `start` to `stop` of the lease's chain from a tier. Each is to be told
+    loaded, once its KV is in the lease's slot, or lost. Nothing waits for those of a lease that is
+    released."""
+
+    lease: "Lease"
+    tier: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Effect: write blocks of `chain` from block `start` on to a tier. Their KV is in `block_ids`
+    until the next call to the cache: copy it out before."""
+
+    tier: int
+    chain: Chain
+    start: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Effect: let a tier forget these blocks, after the stores and before those that follow."""
+
+    tier: int
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Effect: ask a tier how many blocks of `chain`, from block `start` on, it has of anybody's."""
+
+    tier: int
+    chain: Chain
+    start: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A request's pinned blocks, in prefix order, until released.
+
+    `num_computed_tokens` leading tokens hold valid KV. `num_published` leading blocks can be found
+    by others and end at the index node `end` (None: at the root). Of `num_reused_tokens`, which
+    nobody computed for it, `restored` came from tiers, by tier.
+    """
+
+    chain: Chain
+    block_ids: list[BlockId]
+    states: bytearray  # a BlockState per block
+    num_reused_tokens: int
+    num_computed_tokens: int
+    num_published: int
+    end: Node | None
+    restored: dict[int, int] = field(default_factory=dict)
+    elsewhere: Mapping[int, int] = field(default_factory=dict)  # leading blocks, by tier, of others
+    copy: Copy | None = None
+    leads: BlockHash | None = None  # the block that others wait for
+    released: bool = False

@@ -1,0 +1,178 @@
+"""Tier: what one place below the device holds of our own, and which block leaves it first.
+
+Flat, by block hash, whole blocks only. A block leaves before its parent: only those without
+children are offered, least recently used first, and a parent counts as used when a child was.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+
+from foreword.core.block import BlockHash
+
+
+class Kept(IntEnum):
+    """How much of a block a tier has."""
+
+    ABSENT = 0  # nothing; known because children of it are kept
+    WRITING = 1  # a Store is under way
+    READY = 2
+
+
+@dataclass(slots=True)
+class _Entry:
+    parent: BlockHash | None = None  # None: not known, for it was never stored here
+    kept: Kept = Kept.ABSENT
+    num_children: int = 0
+    last_used: int = 0
+
+
+class Tier:
+    """Room for `capacity` blocks. `reads` and `writes` say whether it takes part at present: its
+    driver turns them off while the place hangs or fails."""
+
+    def __init__(self, name: str, capacity: int, *, shared: bool = False) -> None:
+        """With `shared`, others write there too: what it holds of theirs is found by Probe."""
+        self.name = name
+        self.capacity = capacity
+        self.shared = shared
+        self.reads = True
+        self.writes = True
+        self.num_blocks = 0  # kept or being written
+        self._entries: dict[BlockHash, _Entry] = {}
+        self._leaves: list[tuple[int, int, BlockHash]] = []  # heap; entries may be stale
+        self._clock = 0
+        self._serial = 0
+
+    def num_ready(self, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+        """How many blocks of hashes[start:stop], from the first on, can be loaded."""
+        return self._leading(hashes, start, stop, Kept.READY)
+
+    def num_kept(self, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+        """How many, from the first on, need not be stored."""
+        return self._leading(hashes, start, stop, Kept.WRITING)
+
+    def restore(self, entries: Iterable[tuple[BlockHash, BlockHash]]) -> None:
+        """Block hashes and their parents, found when the place was opened, the least recently
+        used first."""
+        for block_hash, parent in entries:
+            self._add(block_hash, parent, Kept.READY)
+
+    def make_room(self, protected: BlockHash | None = None) -> list[BlockHash]:
+        """Remove blocks until one more fits, or what is over a capacity that became less; returns
+        what must be dropped. Stops before it would remove `protected`: then there is no room."""
+        dropped: list[BlockHash] = []
+        room = 0 if protected is None else 1
+        while self.num_blocks + room > self.capacity:
+            victim = self._least_recent()
+            if victim is None:
+                break
+            if victim == protected:
+                self._offer(victim)
+                break
+            self.remove(victim)
+            dropped.append(victim)
+        return dropped
+
+    def claim(self, block_hash: BlockHash, parent: BlockHash) -> bool:
+        """Count a block that is not kept in, for a Store that is to come. False: no room."""
+        if self.num_blocks >= self.capacity:
+            return False
+        self._add(block_hash, parent, Kept.WRITING)
+        return True
+
+    def stored(self, block_hash: BlockHash) -> None:
+        """A Store came to its end; the block can be loaded."""
+        entry = self._entries.get(block_hash)
+        if entry is not None and entry.kept is Kept.WRITING:
+            entry.kept = Kept.READY
+
+    def remove(self, block_hash: BlockHash) -> None:
+        """The tier has this block no more, or never got it. Its children wait for the next Store
+        of it: nothing can reach them before."""
+        entry = self._entries.get(block_hash)
+        if entry is None or entry.kept is Kept.ABSENT:
+            return
+        entry.kept = Kept.ABSENT
+        self.num_blocks -= 1
+        self._forget(block_hash, entry)
+
+    def clear(self) -> list[BlockHash]:
+        """Forget all; returns what must be dropped."""
+        dropped = [h for h, entry in self._entries.items() if entry.kept is not Kept.ABSENT]
+        self._entries.clear()
+        self._leaves.clear()
+        self.num_blocks = 0
+        return dropped
+
+    def touch(self, hashes: Sequence[BlockHash], stop: int) -> None:
+        """A request used hashes[:stop]: the last of them that is kept counts as used now, and with
+        it all above."""
+        for at in reversed(range(stop)):
+            entry = self._entries.get(hashes[at])
+            if entry is not None and entry.kept is not Kept.ABSENT:
+                self._clock += 1
+                entry.last_used = self._clock
+                self._offer(hashes[at])
+                return
+
+    def _leading(self, hashes: Sequence[BlockHash], start: int, stop: int, least: Kept) -> int:
+        entries = self._entries
+        for at in range(start, stop):
+            entry = entries.get(hashes[at])
+            if entry is None or entry.kept < least:
+                return at - start
+        return max(0, stop - start)
+
+    def _add(self, block_hash: BlockHash, parent: BlockHash, kept: Kept) -> None:
+        entry = self._entries.setdefault(block_hash, _Entry())
+        assert entry.kept is Kept.ABSENT, "kept already"
+        if entry.parent is None:
+            entry.parent = parent
+            self._entries.setdefault(parent, _Entry()).num_children += 1
+        self._clock += 1
+        entry.kept, entry.last_used = kept, self._clock
+        self.num_blocks += 1
+        self._offer(block_hash)
+
+    def _forget(self, block_hash: BlockHash, entry: _Entry) -> None:
+        """Take an entry that holds nothing and leads to nothing out, and so those above it."""
+        while entry.kept is Kept.ABSENT and not entry.num_children:
+            del self._entries[block_hash]
+            if entry.parent is None:
+                return
+            last_used, block_hash = entry.last_used, entry.parent
+            entry = self._entries[block_hash]
+            entry.num_children -= 1
+            entry.last_used = max(entry.last_used, last_used)
+        if not entry.num_children:
+            self._offer(block_hash)
+
+    def _offer(self, block_hash: BlockHash) -> None:
+        entry = self._entries[block_hash]
+        if entry.num_children or entry.kept is Kept.ABSENT:
+            return
+        if len(self._leaves) > 2 * len(self._entries):
+            self._leaves = [leaf for leaf in self._leaves if self._is_current(leaf)]
+            heapify(self._leaves)
+        self._serial += 1
+        heappush(self._leaves, (entry.last_used, self._serial, block_hash))
+
+    def _is_current(self, leaf: tuple[int, int, BlockHash]) -> bool:
+        last_used, _serial, block_hash = leaf
+        entry = self._entries.get(block_hash)
+        return (
+            entry is not None
+            and entry.kept is not Kept.ABSENT
+            and not entry.num_children
+            and entry.last_used == last_used
+        )
+
+    def _least_recent(self) -> BlockHash | None:
+        """The leaf to leave first. It is no candidate again until offered. None: none is left."""
+        while self._leaves:
+            leaf = heappop(self._leaves)
+            if self._is_current(leaf):
+                return leaf[2]
+        return None

@@ -1,0 +1,37 @@
+"""Workers: a few threads for calls that may hang. Unlike an executor's, they never keep the
+process from ending."""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+class Workers:
+    """`num_threads` daemon threads that make the calls put here, in order."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """`call` must not raise."""
+        self._calls.put(call)
+
+    def close(self, timeout_s: float) -> bool:
+        """End after what was put before, or let it go on alone after `timeout_s` seconds. Whether
+        all threads ended."""
+        for _ in self._threads:
+            self._calls.put(None)
+        end_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
