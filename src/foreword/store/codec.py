@@ -86,7 +86,8 @@ def check(record: memoryview, key: RecordKey) -> None:
     for name, found, wanted in zip(names, (*chain, position), expected, strict=True):
         if found != wanted:
             raise BadRecord(f"its {name} is another one")
-    if record[_CHECKSUM] != _checksum(bytes(record[: _HEADER.size]), record):
+    sum_of_these = _checksum(bytes(record[: _HEADER.size]), record)
+    if record[_CHECKSUM.start : HEADER_BYTES] != sum_of_these + _PADDING:
         raise BadRecord("its checksum does not agree")
     if record[HEADER_BYTES : HEADER_BYTES + len(key.token_key)] != key.token_key:
         raise BadRecord("its tokens are others")
