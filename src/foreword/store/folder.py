@@ -1,0 +1,227 @@
+"""The folder of a disk store: whose parts are in it, what they take, and who may take more.
+
+All that changes the files' number or makes one longer happens under the lock of `LOCK`, and only
+while what all files take, or may come to take, fits the budget. So no crash, and no number of
+writers, gets beyond it.
+"""
+
+import fcntl
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from foreword.store.part import (
+    PAGE_BYTES,
+    OwnPart,
+    Part,
+    lock_table,
+    open_slots,
+    read_slot_bytes,
+    slots_path,
+    table_path,
+)
+from foreword.store.table import ROW_BYTES, TABLE_HEADER_BYTES, new_header
+
+_NAME = re.compile(r"(part-\d{4,})\.(table|slots)")
+# What a file system may add to a file's length for its map of where the file lies: ext4 takes 12
+# bytes and XFS 16 per extent, which is 4,096 bytes long at least.
+_MAP = 256
+_POLL_S = 0.001
+
+
+def num_slots_within(num_bytes: int, slot_bytes: int) -> int:
+    """How many slots a part may have that takes no more than `num_bytes`."""
+    pages = num_bytes * _MAP // (_MAP + 1) // PAGE_BYTES * PAGE_BYTES
+    return max(0, (pages - TABLE_HEADER_BYTES - 3 * PAGE_BYTES) // (slot_bytes + ROW_BYTES))
+
+
+def part_bytes(num_slots: int, slot_bytes: int) -> int:
+    """The most that the two files of a part with so many slots take."""
+    return _most(TABLE_HEADER_BYTES + num_slots * ROW_BYTES) + _most(num_slots * slot_bytes)
+
+
+def _most(length: int) -> int:
+    num_bytes = length + -(-length // _MAP)
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Folder:
+    """Raises OSError where the folder is missing or cannot be written."""
+
+    def __init__(self, path: Path, budget_bytes: int) -> None:
+        self.path = path
+        self.budget_bytes = budget_bytes
+        try:
+            self._fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            reason = f"{path} cannot keep blocks: {os.strerror(error.errno or 0)}"
+            raise OSError(error.errno, reason) from error
+        self._thread_lock = threading.Lock()  # The file's lock does not part threads.
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @contextmanager
+    def locked(self, wait_s: float) -> Iterator[bool]:
+        """Whether nobody else changes the folder until the end of the block."""
+        if not self._thread_lock.acquire(timeout=wait_s):
+            yield False
+            return
+        try:
+            held = self._lock(wait_s)
+            try:
+                yield held
+            finally:
+                if held:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    def _lock(self, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+
+    def names(self) -> list[str]:
+        """Parts that have a table or slots, in order."""
+        found = (_NAME.fullmatch(name) for name in os.listdir(self.path))
+        return sorted({match[1] for match in found if match})
+
+    def num_bytes(self) -> int:
+        """What everything in the folder takes, or may take without asking again."""
+        total = os.stat(self.path).st_blocks * 512
+        for entry in os.scandir(self.path):
+            with suppress(FileNotFoundError):
+                stat = entry.stat(follow_symlinks=False)
+                total += max(_most(stat.st_size), stat.st_blocks * 512)
+        return total
+
+    def share_bytes(self, num_writers: int) -> int:
+        """What one of so many writers may take."""
+        return (self.budget_bytes - os.stat(self.path).st_blocks * 512) // num_writers
+
+    def inode(self, name: str) -> int:
+        """The number of a part's table; 0 where there is none."""
+        try:
+            return os.stat(table_path(self.path, name)).st_ino
+        except FileNotFoundError:
+            return 0
+
+    def open_other(self, name: str, slot_bytes: int) -> Part | None:
+        """A part to read, if it has slots of this size and is in this format."""
+        with suppress(FileNotFoundError, PermissionError):
+            table_fd = os.open(table_path(self.path, name), os.O_RDONLY)
+            if read_slot_bytes(table_fd) == slot_bytes:
+                with suppress(FileNotFoundError):
+                    slots_fd = open_slots(slots_path(self.path, name), os.O_RDONLY)
+                    return Part(table_fd, slots_fd, slot_bytes)
+            os.close(table_fd)
+        return None
+
+    # What follows needs the lock.
+
+    def open_own(self, slot_bytes: int) -> tuple[str, OwnPart]:
+        """A part to write with slots of this size: of those that nobody writes the one with the
+        most in it, or a new one."""
+        self._clean()
+        free: list[tuple[int, str, int]] = []
+        for name in self.names():
+            table_fd = lock_table(table_path(self.path, name))
+            if table_fd is None:
+                continue
+            if read_slot_bytes(table_fd) == slot_bytes:
+                taken = os.stat(slots_path(self.path, name)).st_blocks
+                free.append((taken, name, table_fd))
+            else:
+                os.close(table_fd)
+        free.sort()
+        name, table_fd = free.pop()[1:] if free else self._create(slot_bytes)
+        for _, _, other_fd in free:
+            os.close(other_fd)
+        try:
+            slots_fd = open_slots(slots_path(self.path, name), os.O_RDWR)
+        except OSError:
+            os.close(table_fd)
+            raise
+        self.make_room(0)
+        return name, OwnPart(table_fd, slots_fd, slot_bytes)
+
+    def num_writers(self) -> int:
+        """How many parts are being written, our own among them."""
+        writers = 0
+        for name in self.names():
+            table_fd = lock_table(table_path(self.path, name))
+            if table_fd is None:
+                writers += 1
+            else:
+                os.close(table_fd)
+        return max(1, writers)
+
+    def make_room(self, more_bytes: int) -> int:
+        """Delete parts that nobody writes, the one first that was used the longest ago, until
+        there is room for so much more; how much there is, below zero if over budget."""
+        room = self.budget_bytes - self.num_bytes()
+        if room >= more_bytes:
+            return room
+        for name in sorted(self.names(), key=self._last_used):
+            table_fd = lock_table(table_path(self.path, name))
+            if table_fd is not None:
+                self._remove(name)
+                os.close(table_fd)
+                room = self.budget_bytes - self.num_bytes()
+                if room >= more_bytes:
+                    break
+        return room
+
+    def _last_used(self, name: str) -> int:
+        try:
+            return os.stat(table_path(self.path, name)).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _clean(self) -> None:
+        """Remove what a crash left half made or half removed."""
+        for name in self.names():
+            table, slots = table_path(self.path, name), slots_path(self.path, name)
+            if not table.exists():
+                slots.unlink()
+                continue
+            table_fd = lock_table(table)
+            if table_fd is not None:
+                header = os.pread(table_fd, TABLE_HEADER_BYTES, 0)
+                if len(header) < TABLE_HEADER_BYTES or not any(header) or not slots.exists():
+                    self._remove(name)
+                os.close(table_fd)
+
+    def _create(self, slot_bytes: int) -> tuple[str, int]:
+        self.make_room(part_bytes(0, slot_bytes))
+        numbers = [int(name.removeprefix("part-")) for name in self.names()]
+        name = f"part-{max(numbers, default=0) + 1:04d}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        table_fd = os.open(table_path(self.path, name), flags, 0o600)
+        try:
+            fcntl.flock(table_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(table_fd, new_header(slot_bytes), 0)
+            os.close(open_slots(slots_path(self.path, name), flags))
+        except OSError:
+            os.close(table_fd)
+            self._remove(name)
+            raise
+        return name, table_fd
+
+    def _remove(self, name: str) -> None:
+        """Its bytes are given back even while somebody has it open."""
+        for path in (slots_path(self.path, name), table_path(self.path, name)):
+            with suppress(FileNotFoundError):
+                os.truncate(path, 0)
+                path.unlink()
