@@ -67,13 +67,6 @@ def test_what_was_deleted_is_gone(store: KVStore) -> None:
     assert store.contains(HASHES[:2]) == [False, True]
 
 
-def test_a_shorter_record_keeps_its_length(store: KVStore) -> None:
-    put(store, 0)
-    store.delete([HASHES[0]])
-    assert store.put([KEYS[1]], [RECORDS[1][:5000]]) == [True]
-    assert store.get([HASHES[1]], [buffer()]) == [5000]
-
-
 def test_a_record_put_again_replaces_the_damaged_one(store: KVStore) -> None:
     """Or it would stay a miss for ever."""
     damaged = buffer(RECORD_BYTES)
@@ -104,12 +97,6 @@ def test_a_put_of_what_is_there_takes_no_room(store: KVStore) -> None:
     put(store, *range(store.capacity))
     assert put(store, 0, 1) == [True, True]
     assert read(store, 0) == bytes(RECORDS[0])
-
-
-def test_a_closed_store_is_let_go(store: KVStore) -> None:
-    put(store, 0)
-    store.close()
-    store.close()
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -170,3 +157,15 @@ def test_readers_never_accept_what_a_writer_overwrites(store: KVStore) -> None:
         results = [reader.result() for reader in readers]
     assert all(num_accepted for num_accepted, _wrong in results)
     assert [wrong for _num_accepted, wrong in results] == [[]] * 3
+
+
+@pytest.mark.parametrize("name", sorted(set(FACTORIES) - {"host"}))
+def test_a_restart_finds_what_was_put(name: str, tmp_path: Path) -> None:
+    with closing(FACTORIES[name](tmp_path, NUM_BYTES, RECORD_BYTES)) as store:
+        put(store, 0, 1, 2, 3)
+        store.delete(HASHES[3:4])
+    with closing(FACTORIES[name](tmp_path, NUM_BYTES, RECORD_BYTES)) as store:
+        assert {(entry.block_hash, entry.parent) for entry in store.entries()} == {
+            (key.block_hash, key.parent) for key in KEYS[:3]
+        }
+        assert [read(store, i) for i in range(4)] == [*map(bytes, RECORDS[:3]), None]
