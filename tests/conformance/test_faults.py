@@ -148,7 +148,6 @@ def test_what_hangs_goes_on_when_released(store: KVStore) -> None:
     reader.join()
     assert results == ["right"]
     assert read(faulty, KEYS[1], RECORDS[1]) == "right"
-    faulty.close()
 
 
 IDENTITY = Identity(
