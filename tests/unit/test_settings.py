@@ -17,7 +17,13 @@ from foreword import __version__
 from foreword.cli import main as cli
 from foreword.cli.failure import EXIT_CODES, Failure
 from foreword.cli.serve import banner, bind, check_device, url
-from foreword.cli.settings import default_kv_bytes, engine_settings, physical_memory_bytes, size
+from foreword.cli.settings import (
+    default_kv_bytes,
+    engine_settings,
+    kv_folder,
+    physical_memory_bytes,
+    size,
+)
 from foreword.engine.settings import EngineSettings
 
 GIB = 1 << 30
@@ -62,14 +68,16 @@ def test_a_container_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_flags_default_to_the_engine_s_own() -> None:
     args = cli.command_parser("serve").parse_args(["--kv-bytes", "1GiB"])
     assert (args.host, args.port) == ("127.0.0.1", 8000)
-    assert engine_settings(args) == EngineSettings(kv_bytes=GIB)
+    assert engine_settings(args) == EngineSettings(
+        kv_bytes=GIB, disk_bytes=10 * GIB, disk_folder=kv_folder()
+    )
 
 
 def test_every_flag_reaches_the_engine() -> None:
     line = (
         "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
         "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7 "
-        "--quantise int8"
+        "--quantise int8 --host-bytes 2MB --disk 3MB"
     )
     assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
         model="here",
@@ -84,6 +92,9 @@ def test_every_flag_reaches_the_engine() -> None:
         prefix_caching=False,
         num_threads=7,
         quantise="int8",
+        host_bytes=2_000_000,
+        disk_bytes=3_000_000,
+        disk_folder=kv_folder(),
     )
 
 

@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     over with), `throughput_ratio` (with over without), and `ok`: no error, and nothing held."""
     flags = ["--model", args.model, "--threads", str(args.threads), "--exact", args.exact]
     flags += ["--kv-bytes", str(args.kv_bytes), "--max-queue", str(max(256, args.streams))]
+    flags += ["--disk", "0"]
     result: dict[str, Any] = {"requests": args.requests, "streams": args.streams}
     for name, more in (("cache", []), ("no_cache", ["--no-prefix-caching"])):
         with server(*flags, *more) as (client, model):

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     cold, warm, anywhere = [], [], []
     flags = ["--model", args.model, "--threads", str(args.threads), "--exact", args.exact]
+    flags += ["--disk", "0"]
     with server(*flags) as (client, model):
         first_token(client, model, tokens(args.prefix))
         for i in range(args.rounds):

@@ -1,4 +1,5 @@
-"""`foreword cache stats` and `foreword cache clear`: the cache of a running server."""
+"""`foreword cache stats` and `foreword cache clear`: the cache of a running server. `foreword cache
+path`: where on disk this machine's is."""
 
 import argparse
 import json
@@ -7,15 +8,20 @@ from typing import Any
 
 from foreword.cli.client import Client
 from foreword.cli.failure import Failure
+from foreword.cli.settings import kv_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    if parser.get_default("command") != "cache path":
+        parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any] | int:
     """The API key of a server that asks for one is taken from OPENAI_API_KEY. Raises Failure where
     the server is not there, or will not clear because requests run."""
+    if args.command == "cache path":
+        print(kv_folder())
+        return 0
     client = Client(args.url, os.environ.get("OPENAI_API_KEY"))
     try:
         if args.command == "cache clear":
@@ -40,10 +46,18 @@ def stats(metrics: dict[str, float]) -> dict[str, Any]:
         "requests_that_reused": int(found["prefix_cache_hits_total"]),
         "prompt_tokens": int(num_prompt),
         "prompt_tokens_reused": int(num_hit),
+        "reused_from": {
+            name.split(".")[1]: int(value)
+            for name, value in found.items()
+            if name.startswith("prefix_cache_hit_tokens_total.")
+        },
         "share_reused": num_hit / num_prompt if num_prompt else None,
         "ttft_mean_s": found["ttft_seconds_sum"] / num_answers if num_answers else None,
         "cached_bytes": int(found["kv_cache_gpu_usage_bytes"]),
         "leased_bytes": int(found["kv_cache_gpu_leased_bytes"]),
+        "host_bytes": int(found["kv_cache_cpu_usage_bytes"]),
+        "disk_bytes": int(found["kv_cache_disk_usage_bytes"]),
+        "lost_blocks": int(found["kv_cache_offload_blocks_lost_total"]),
         "evicted_blocks": int(found["kv_cache_eviction_count_total"]),
         "running_sequences": int(found["running_sequences"]),
         "waiting_sequences": int(found["queue_depth"]),

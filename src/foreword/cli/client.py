@@ -89,10 +89,15 @@ class Client:
             yield connection
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics says, by name; of histograms only sum and count. Raises as `read` does."""
+        """What /metrics says, by name; of histograms only sum and count. What has labels is added
+        up, and by each label's value it is under "name.value". Raises as `read` does."""
         families = text_string_to_metric_families(self.read("GET", "/metrics").decode())
-        samples = [sample for family in families for sample in family.samples]
-        return {sample.name: sample.value for sample in samples if not sample.labels}
+        found: dict[str, float] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            if "le" not in sample.labels:
+                for name in (sample.name, *(f"{sample.name}.{x}" for x in sample.labels.values())):
+                    found[name] = found.get(name, 0.0) + sample.value
+        return found
 
     def _refusal(self, status: int, raw: bytes) -> Failure:
         try:

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": ("foreword.cli.serve", False, "an OpenAI-compatible server"),
     "chat": ("foreword.cli.chat", False, "talk with a model, and see what each turn reused"),
     "cache stats": ("foreword.cli.cache", True, "what a running server's cache has done"),
+    "cache path": ("foreword.cli.cache", False, "where this machine keeps KV on disk"),
     "cache clear": ("foreword.cli.cache", True, "let a running server forget all prefixes"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),

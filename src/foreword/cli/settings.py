@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # importing it takes torch's seconds, which `--help` must not
     from foreword.engine.settings import EngineSettings
 
 KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
+DISK_BYTES = 10 << 30
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 UNITS = {"": 1} | {
     name: base**power
@@ -39,6 +40,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-bytes",
         type=size,
         help="memory for KV, such as 2GiB (a quarter of this machine's, at most 4GiB)",
+    )
+    parser.add_argument(
+        "--host-bytes",
+        type=size_or_none,
+        help="memory for KV that the device evicts (0 with --device cpu, else a quarter of this "
+        "machine's)",
+    )
+    parser.add_argument(
+        "--disk",
+        type=size_or_none,
+        default=DISK_BYTES,
+        help="disk for KV, in the folder that `foreword cache path` names; 0 keeps none (10GiB)",
     )
     parser.add_argument("--max-num-seqs", type=count, default=64, help="sequences in one step")
     parser.add_argument(
@@ -85,12 +98,19 @@ def engine_settings(args: argparse.Namespace) -> "EngineSettings":
     from foreword.engine.settings import EngineSettings
 
     memory_bytes = physical_memory_bytes()
+    host_bytes = args.host_bytes
+    if host_bytes is None:  # of what is main memory already a second copy is no gain
+        host_bytes = 0 if args.device == "cpu" else memory_bytes // 4
     kv_bytes = args.kv_bytes or default_kv_bytes(memory_bytes)
-    if args.device == "cpu" and kv_bytes > memory_bytes:
-        raise Failure(
-            f"--kv-bytes {kv_bytes} is more than this machine's memory, {memory_bytes} bytes",
-            "settings",
-        )
+    for flag, num_bytes in (
+        ("--kv-bytes", kv_bytes if args.device == "cpu" else 0),
+        ("--host-bytes", host_bytes),
+    ):
+        if num_bytes > memory_bytes:
+            raise Failure(
+                f"{flag} {num_bytes} is more than this machine's memory, {memory_bytes} bytes",
+                "settings",
+            )
     return EngineSettings(
         model=args.model,
         served_name=args.name,
@@ -98,6 +118,9 @@ def engine_settings(args: argparse.Namespace) -> "EngineSettings":
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         kv_bytes=kv_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=args.disk,
+        disk_folder=kv_folder(),
         max_num_seqs=args.max_num_seqs,
         max_queue=args.max_queue,
         exact=args.exact == "auto",
@@ -105,6 +128,13 @@ def engine_settings(args: argparse.Namespace) -> "EngineSettings":
         num_threads=args.threads,
         quantise=args.quantise,
     )
+
+
+def kv_folder() -> Path:
+    """Where KV is kept on disk, for all processes of this user."""
+    from foreword.engine.files import cache_folder
+
+    return cache_folder() / "kv"
 
 
 def api_keys(path: Path | None) -> list[str]:
@@ -149,6 +179,11 @@ def size(text: str) -> int:
     if num_bytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 2GiB, 500MB or bytes")
     return num_bytes
+
+
+def size_or_none(text: str) -> int:
+    """As `size`, and 0."""
+    return 0 if text.strip() == "0" else size(text)
 
 
 def count(text: str) -> int:

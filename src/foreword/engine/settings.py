@@ -42,6 +42,7 @@ def open_stores(settings: EngineSettings, record_bytes: int) -> list[KVStore]:
         stores.append(HostStore(settings.host_bytes, record_bytes))
     if settings.disk_bytes:
         try:
+            settings.disk_folder.mkdir(parents=True, exist_ok=True)
             stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, record_bytes))
         except OSError as error:
             log.warning("KV is not kept on disk: %s", error)

@@ -27,8 +27,8 @@ class Staging:
         self.record_bytes = record_bytes(kv.block_size, kv_bytes)
         self.slot_bytes = -(-self.record_bytes // PAGE_BYTES) * PAGE_BYTES
         self.cell_blocks = max(1, CELL_BYTES // self.slot_bytes)
-        num_cells = max(2, num_bytes // (self.cell_blocks * self.slot_bytes))
-        num_slots = num_cells * self.cell_blocks
+        self.num_cells = max(2, num_bytes // (self.cell_blocks * self.slot_bytes))
+        num_slots = self.num_cells * self.cell_blocks
         if kv.keys[0].device.type == "cuda":
             raw = torch.empty(num_slots * self.slot_bytes, dtype=torch.uint8, pin_memory=True)
         else:
@@ -40,7 +40,7 @@ class Staging:
         first = kv_offset(kv.block_size) // dtype.itemsize
         rows = raw.view(dtype).view(num_slots, self.slot_bytes // dtype.itemsize)
         self._rows = rows[:, first : first + kv_bytes // dtype.itemsize]
-        self._free = deque(range(num_cells))
+        self._free = deque(range(self.num_cells))
 
     def take(self) -> int | None:
         """A free cell, or None."""

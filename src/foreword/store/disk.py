@@ -34,6 +34,7 @@ class DiskStore:
     in small steps: each `put` or `delete`, with nothing to do too, goes on with it."""
 
     name = "disk"
+    shared = True
 
     def __init__(self, folder: Path, budget_bytes: int, record_bytes: int) -> None:
         """The folder must exist. Raises OSError where it cannot be used."""

@@ -55,6 +55,10 @@ class FaultyStore:
         return self._store.name
 
     @property
+    def shared(self) -> bool:
+        return self._store.shared
+
+    @property
     def capacity(self) -> int:
         return self._store.capacity
 

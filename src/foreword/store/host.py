@@ -19,6 +19,7 @@ class HostStore:
     a slot is that, rounded up to pages. Raises ValueError where not one fits."""
 
     name = "host"
+    shared = False
 
     def __init__(self, num_bytes: int, record_bytes: int) -> None:
         self.slot_bytes = -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
