@@ -12,7 +12,7 @@ from foreword.cli.measure import ask
 from foreword.cli.verify import RecordingEngine
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
-from foreword.engine import settings as settings_module
+from foreword.engine import tiers as tiers_module
 from foreword.engine.settings import EngineSettings
 from foreword.store.faults import Fault, FaultyStore
 from tiny import make_tiny
@@ -140,7 +140,7 @@ def faulty(monkeypatch):
 
     def install(fault, rate):
         def open_stores(settings, record_bytes):
-            opened = settings_module.open_stores(settings, record_bytes)
+            opened = tiers_module.open_stores(settings, record_bytes)
             stores[:] = [FaultyStore(store, fault, rate=rate) for store in opened]
             return list(stores)
 

@@ -15,8 +15,8 @@ from foreword.engine import exact, verdict
 from foreword.engine.attention import AttentionRules
 from foreword.engine.exact import ExactRules, Tiling, in_tiles, in_whole_vectors
 from foreword.engine.model import load_model
-from foreword.engine.quantised import KINDS
 from foreword.engine.runner import Part, Runner
+from foreword.engine.settings import KINDS
 from tiny import VOCAB_SIZE, make_tiny
 
 NUM_TOKENS = 830

@@ -86,18 +86,6 @@ def test_only_abandoned_parts_are_removed(source: Path, monkeypatch: pytest.Monk
     assert not (models / ".part-old").exists()
 
 
-def test_the_package_is_found_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "packaged_model"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('never imported')")
-    (package / "weights.gguf").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(gguf, "PACKAGE", "packaged_model")
-    assert gguf.packaged_gguf() == package / "weights.gguf"
-
-
 def test_digests_are_remembered_until_the_file_changes(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

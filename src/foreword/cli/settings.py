@@ -4,12 +4,9 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from foreword.cli.failure import Failure
-
-if TYPE_CHECKING:  # importing it takes torch's seconds, which `--help` must not cost
-    from foreword.engine.settings import EngineSettings
+from foreword.engine.settings import EngineSettings, check_quantisation
 
 KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
 DISK_BYTES = 10 << 30
@@ -93,10 +90,16 @@ def add_listen_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
 
 
-def engine_settings(args: argparse.Namespace) -> "EngineSettings":
-    """The engine that the flags ask for. Raises Failure for memory that is not there."""
-    from foreword.engine.settings import EngineSettings
-
+def engine_settings(args: argparse.Namespace) -> EngineSettings:
+    """The engine that the flags ask for. Raises Failure for what cannot be, as far as that shows
+    before torch is imported, which takes seconds."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", args.device):
+        raise Failure(f"--device {args.device} cannot be used: cpu, cuda or cuda:N", "settings")
+    if args.quantise:
+        try:
+            check_quantisation(args.quantise, args.dtype, args.device)
+        except ValueError as error:
+            raise Failure(str(error), "settings") from error
     memory_bytes = physical_memory_bytes()
     host_bytes = args.host_bytes
     if host_bytes is None:  # of what is main memory already a second copy is no gain

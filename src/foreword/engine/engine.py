@@ -29,11 +29,12 @@ from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler, Step
 from foreword.engine.sequence import Sequence
-from foreword.engine.settings import EngineSettings, open_stores
+from foreword.engine.settings import EngineSettings
 from foreword.engine.stats import Counts
 from foreword.engine.stream import Letter, Stream, put
 from foreword.engine.text import Text, TextStream
-from foreword.engine.transfer import Transfer, tier_of
+from foreword.engine.tiers import open_stores, tier_of
+from foreword.engine.transfer import Transfer
 from foreword.store.codec import record_bytes
 
 log = logging.getLogger("foreword.engine")

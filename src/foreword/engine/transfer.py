@@ -17,7 +17,6 @@ from foreword.core.block import TOKEN_BYTES, BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Drop, Load, Probe, Store
 from foreword.core.stats import TierStats
-from foreword.core.tier import Tier
 from foreword.engine.kv import PagedKV
 from foreword.engine.staging import Staging
 from foreword.engine.workers import Workers
@@ -46,13 +45,6 @@ class _Read:
     cell: int | None = None
     lost: dict[int, str] = field(default_factory=dict)  # why, by block
     failed: bool = False
-
-
-def tier_of(store: KVStore) -> Tier:
-    """The core's view of a store, with what was found in it."""
-    tier = Tier(store.name, store.capacity, shared=store.shared)
-    tier.restore((entry.block_hash, entry.parent) for entry in store.entries())
-    return tier
 
 
 class Breaker:

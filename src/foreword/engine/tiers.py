@@ -1,0 +1,35 @@
+"""The tiers below the device that the settings ask for."""
+
+import logging
+
+from foreword.core.tier import Tier
+from foreword.engine.settings import EngineSettings
+from foreword.store.disk import DiskStore
+from foreword.store.host import HostStore
+from foreword.store.store import KVStore
+
+log = logging.getLogger("foreword.engine")
+
+
+def open_stores(settings: EngineSettings, record_bytes: int) -> list[KVStore]:
+    """The stores of records of that length, the fastest first. A folder that cannot be used costs
+    its tier, not the server."""
+    stores: list[KVStore] = []
+    if not settings.prefix_caching:
+        return stores
+    if settings.host_bytes:
+        stores.append(HostStore(settings.host_bytes, record_bytes))
+    if settings.disk_bytes:
+        try:
+            settings.disk_folder.mkdir(parents=True, exist_ok=True)
+            stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, record_bytes))
+        except OSError as error:
+            log.warning("KV is not kept on disk: %s", error)
+    return stores
+
+
+def tier_of(store: KVStore) -> Tier:
+    """The core's view of a store, with what was found in it."""
+    tier = Tier(store.name, store.capacity, shared=store.shared)
+    tier.restore((entry.block_hash, entry.parent) for entry in store.entries())
+    return tier
