@@ -25,7 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def process(folder: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    flags = ["--model", str(folder), "--name", "tiny", "--port", "0", "--kv-bytes", "4MiB"]
+    with started(folder, tmp_path) as process:
+        yield process
+
+
+@contextmanager
+def started(folder: Path, tmp_path: Path, *more: str) -> Iterator["subprocess.Popen[str]"]:
+    flags = ["--model", str(folder), "--name", "tiny", "--port", "0", "--kv-bytes", "4MiB", *more]
     with (
         (tmp_path / "stderr").open("w") as stderr,
         subprocess.Popen(
@@ -98,6 +104,27 @@ def test_a_running_answer_is_finished_after_sigterm(
     assert process.wait(20) == 0
     assert "tokens reused" in (tmp_path / "stderr").read_text()
     assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+def test_all_that_a_server_says_can_be_json(folder: Path, tmp_path: Path) -> None:
+    with started(folder, tmp_path, "--log-format", "json") as process:
+        deadline_s = time.monotonic() + START_S
+        said = tmp_path / "stderr"
+        while '"facts"' not in said.read_text():
+            assert time.monotonic() < deadline_s
+            assert process.poll() is None, said.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+    lines = [json.loads(line) for line in said.read_text().splitlines()]
+    (facts,) = [line["facts"] for line in lines if "facts" in line]
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", facts["URL"])
+    assert facts["model"] == "tiny, bfloat16 on cpu"
+    assert {"context", "KV pool", "reuse", "exact"} <= set(facts)
+    assert {line["level"] for line in lines} == {"info"}
+    assert any("Stopping" in line["message"] for line in lines)
 
 
 def test_the_second_ctrl_c_stops_at_once(process: "subprocess.Popen[str]") -> None:

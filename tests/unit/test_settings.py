@@ -262,7 +262,8 @@ def test_measurements_print_as_json_or_lines(
 
 
 def test_banner_gives_a_command_that_works() -> None:
-    text = banner({"exact": "yes: checked"}, "it's", url("0.0.0.0", 8000))
+    address = url("0.0.0.0", 8000)
+    text = banner({"URL": f"{address}/v1", "exact": "yes: checked"}, "it's", address)
     assert "URL      http://127.0.0.1:8000/v1" in text
     assert "exact    yes: checked" in text
     command = text.split("Try it:\n")[1].replace("curl ", "printf '%s\\n' ", 1)

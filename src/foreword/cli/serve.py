@@ -11,7 +11,8 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         first = openings(engine, bodies, [tenant_of(key) for key in keys] or [""])
         engine.start()
         app = create_app(engine, keys, args.cors_origins)
-        asyncio.run(_serve(engine, app, listener, first))
+        asyncio.run(_serve(engine, app, listener, first, args.log_format))
     return 0
 
 
@@ -103,15 +104,18 @@ def check_device(name: str) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record: time (Unix seconds), level, logger, message, traceback."""
+    """One JSON object per record: time (Unix seconds), level, logger, message, and where there are
+    some, facts and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if facts := getattr(record, "facts", None):
+            line["facts"] = facts
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
@@ -135,7 +139,11 @@ class Server(uvicorn.Server):
 
 
 async def _serve(
-    engine: "TorchEngine", app: ASGIApp, listener: socket.socket, first: list[Request]
+    engine: "TorchEngine",
+    app: ASGIApp,
+    listener: socket.socket,
+    first: list[Request],
+    log_format: str,
 ) -> None:
     """Prefill the openings, then serve until SIGINT or SIGTERM. Then refuse new requests, let
     running ones finish for DRAIN_S, and tell those that did not."""
@@ -149,12 +157,13 @@ async def _serve(
         timeout_graceful_shutdown=int(DRAIN_S + FLUSH_S),
     )
     server = Server(config)
+    say = log.info if log_format == "json" else partial(print, flush=True)
     draining: list[asyncio.Task[None]] = []
 
     def stop(number: int) -> None:
         if draining:
             os._exit(128 + number)  # nothing here outlives the process
-        print("Stopping: running requests may finish. Once more stops at once.", flush=True)
+        say("Stopping: running requests may finish. Once more stops at once.")
         server.should_exit = True
         draining.append(asyncio.create_task(engine.stop(DRAIN_S)))
 
@@ -164,7 +173,11 @@ async def _serve(
     host, port = listener.getsockname()[:2]
     try:
         await warm(engine, first)
-        print(banner(engine.banner_facts, engine.card.name, url(host, port)), flush=True)
+        facts = {"URL": f"{url(host, port)}/v1", **engine.banner_facts}
+        if log_format == "json":
+            log.info("Foreword serves.", extra={"facts": facts})
+        else:
+            say(banner(facts, engine.card.name, url(host, port)))
         await server.serve([listener])
     except EngineStopped as error:
         if not draining:
@@ -184,7 +197,7 @@ def url(host: str, port: int) -> str:
 def banner(facts: Mapping[str, str], model: str, address: str) -> str:
     message = {"role": "user", "content": "Say hello."}
     body = {"model": model, "messages": [message], "max_tokens": 60}
-    lines = [f"  {name:<8} {value}" for name, value in {"URL": f"{address}/v1", **facts}.items()]
+    lines = [f"  {name:<8} {value}" for name, value in facts.items()]
     return "\n".join(
         [
             "Foreword serves.",
