@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from echo import EchoEngine
 from foreword.core.errors import EngineBusy, RequestError
@@ -116,6 +117,16 @@ BAD = [
     ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}, "schema"),
     ("response_format", {"type": "json_object", "schema": {}}, "Unknown field"),
+    (
+        "tools",
+        [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#"}}}],
+        "'tools[0].function.parameters' has a part that demands itself without end",
+    ),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        "'response_format.json_schema.schema' has a part that demands itself without end",
+    ),
     (
         "response_format",
         {"type": "json_schema", "json_schema": {"schema": {"title": "no grammar"}}},
@@ -318,3 +329,34 @@ def test_a_schema_that_takes_all_there_is_is_refused_in_time(
 def test_a_schema_that_cannot_be_followed_is_refused(served: TorchEngine) -> None:
     with pytest.raises(RequestError, match="cannot be followed"):
         served.check_grammar('start: %json {"type": "no such type"}')
+
+
+def test_nothing_can_begin_an_answer(served: TorchEngine) -> None:
+    """What the server's own look at the schema does not follow."""
+    schema = {"$defs": {"a": {"$anchor": "x", "$ref": "#x"}}, "$ref": "#x"}
+    with pytest.raises(RequestError, match="nothing can begin"):
+        served.check_grammar(f"start: %json {json.dumps(schema)}")
+
+
+def test_a_tree_can_be_answered(served: TorchEngine) -> None:
+    node = {
+        "type": "object",
+        "properties": {
+            "v": {"enum": [1, 2]},
+            "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 1},
+        },
+        "required": ["v"],
+        "additionalProperties": False,
+    }
+    schema = {"$defs": {"node": node}, "$ref": "#/$defs/node"}
+    named = {"type": "json_schema", "json_schema": {"name": "tree", "schema": schema}}
+    body = {"model": "x", "messages": [{"role": "user", "content": "x"}], "response_format": named}
+    body["model"] = served.card.name
+    (request,) = parse(served, "chat", json.dumps(body).encode()).requests
+    matcher = served._grammars.matcher(request.sampling.grammar)
+    text = '{"v": 1, "kids": [{"v": 2, "kids": []}]}'
+    for token_id in served.encode(text):
+        assert matcher.restrict(torch.zeros(served.card.vocab_size))[token_id] == 0
+        matcher.accept(token_id)
+    end = matcher.restrict(torch.zeros(served.card.vocab_size))
+    assert end[served.model.end_token_id] == 0

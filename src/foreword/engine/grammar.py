@@ -91,6 +91,10 @@ class Grammars:
         )
         if compiled.is_error():
             raise _refusal(compiled.get_error())
+        start = compiled.deep_copy()
+        start.compute_bitmask()
+        if start.is_stopped():
+            raise _refusal("nothing can begin an answer")
         return compiled
 
 

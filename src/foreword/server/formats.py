@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from foreword.server.endless import is_endless
 from foreword.server.errors import ApiError
 from foreword.server.fields import Fields, shown, wrong_type
 
@@ -35,10 +36,17 @@ def response_grammar(fields: Fields) -> str:
 
 
 def schema_of(fields: Fields, name: str) -> dict[str, Any]:
-    """A JSON schema, which must be an object."""
+    """A JSON schema, which must be an object, and which documents can follow to their end."""
     schema = fields.required(name)
     if not isinstance(schema, dict):
         raise wrong_type(fields.param(name), "a JSON schema, an object", schema)
+    if is_endless(schema):
+        param = fields.param(name)
+        raise ApiError(
+            f"'{param}' has a part that demands itself without end, so no JSON can be of it: let "
+            "the part be optional or something else there.",
+            param,
+        )
     return schema
 
 
