@@ -14,7 +14,7 @@ import pytest
 import serving
 from echo import EchoEngine
 from foreword.cli.serve import bind
-from foreword.server import app, connection
+from foreword.server import bodies, connection
 
 LIMIT_S = 0.5  # of every wait for the client, in these tests
 SLACK_S = 4.0  # a busy machine's
@@ -28,7 +28,7 @@ Server = tuple[str, EchoEngine]  # its URL too
 def impatient() -> Iterator[Server]:
     engine = EchoEngine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "BODY_S_MAX", LIMIT_S)
+        patch.setattr(bodies, "BODY_S_MAX", LIMIT_S)
         patch.setattr(connection, "HEAD_S_MAX", LIMIT_S)
         patch.setattr(connection, "STALL_S_MAX", LIMIT_S)
         patch.setattr(serving, "bind", bind_small)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.server.app import BODY_BYTES_MAX
+from foreword.server.bodies import BODY_BYTES_MAX
 from foreword.server.openai import IGNORED, KNOWN, UNSUPPORTED, Kind
 from raw import LIMIT_S, POST, SLACK_S, Server, answer, closed_within, posted, refused, send
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from echo import EchoEngine
-from foreword.server.app import BODY_BYTES_MAX
+from foreword.server.bodies import BODY_BYTES_MAX
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

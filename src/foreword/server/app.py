@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from foreword.core import request as core
 from foreword.core.errors import EngineBusy, EngineStopped, RequestError, RequestFailed
 from foreword.server.answer import Answer
+from foreword.server.bodies import Bodies
 from foreword.server.errors import ApiError, error_body
 from foreword.server.metrics import CONTENT_TYPE, exposition
 from foreword.server.openai import Call, Kind, check_model, parse
@@ -26,8 +27,6 @@ from foreword.server.stream import EventStream, merged, unless_gone
 from foreword.server.tenants import Tenants
 from foreword.server.tokens import detokenize, tokenize
 
-BODY_BYTES_MAX = 32 << 20
-BODY_S_MAX = 60.0  # to send a body
 RETRY_AFTER_S = 1
 ROUTES = (
     "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, "
@@ -41,14 +40,15 @@ class Api:
     def __init__(self, engine: core.Engine, api_keys: Sequence[str]) -> None:
         self._engine = engine
         self._tenants = Tenants(api_keys)
+        self._bodies = Bodies()
         self._asks_for_key = bool(api_keys)
         self._decode = lru_cache(maxsize=1 << 16)(engine.decode)
         self._created = int(time.time())
 
     async def complete(self, request: Request, kind: Kind) -> Response:
         tenant = self._tenants.of(request.headers.get("authorization"))
-        raw = await _read(request)
-        call = await asyncio.to_thread(parse, self._engine, kind, raw, tenant)
+        async with self._bodies.read(request) as raw:
+            call = await asyncio.to_thread(parse, self._engine, kind, raw, tenant)
         answer = Answer(call, self._decode)
         outputs = self._outputs(call)
         if call.stream:
@@ -69,11 +69,13 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         self._tenants.of(request.headers.get("authorization"))
-        return JSONResponse(await asyncio.to_thread(tokenize, self._engine, await _read(request)))
+        async with self._bodies.read(request) as raw:
+            return JSONResponse(await asyncio.to_thread(tokenize, self._engine, raw))
 
     async def detokenize(self, request: Request) -> Response:
         self._tenants.of(request.headers.get("authorization"))
-        return JSONResponse(await asyncio.to_thread(detokenize, self._engine, await _read(request)))
+        async with self._bodies.read(request) as raw:
+            return JSONResponse(await asyncio.to_thread(detokenize, self._engine, raw))
 
     async def models(self, request: Request) -> Response:
         self._tenants.of(request.headers.get("authorization"))
@@ -111,28 +113,6 @@ class Api:
 
     async def openapi(self, _request: Request) -> Response:
         return JSONResponse(page(self._engine.card, self._asks_for_key))
-
-
-async def _read(request: Request) -> bytes:
-    """The body. One that is too large is read to its end and dropped on the way: a client that is
-    still sending would not see the answer."""
-    body = bytearray()
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(BODY_S_MAX):
-            async for chunk in request.stream():
-                num_bytes += len(chunk)
-                if num_bytes <= BODY_BYTES_MAX:
-                    body += chunk
-                else:
-                    body.clear()
-    except TimeoutError as error:
-        message = f"The body did not come within {BODY_S_MAX:.0f} seconds."
-        raise ApiError(message, code="body_too_slow", status=408) from error
-    if num_bytes > BODY_BYTES_MAX:
-        message = f"The body has {num_bytes} bytes; at most {BODY_BYTES_MAX} are read."
-        raise ApiError(message, code="body_too_large", status=413)
-    return bytes(body)
 
 
 async def _gather(outputs: AsyncGenerator[core.Output, None], answer: Answer) -> None:

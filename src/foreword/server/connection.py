@@ -6,6 +6,8 @@ that nobody reads, would be held for ever.
 
 import asyncio
 import json
+import resource
+from http import HTTPStatus
 from typing import cast
 
 import h11
@@ -16,12 +18,25 @@ from foreword.server.errors import ApiError, error_body
 HEAD_S_MAX = 10.0  # from the connection, or the end of an answer, to the next whole head
 STALL_S_MAX = 30.0  # in which a client must read something of what waits for it
 AHEAD_BYTES_MAX = 64 << 10  # of later requests, read while one is answered
+CONNECTIONS_MAX = 4096  # fewer where fewer files may be open
+FILES_KEPT = 128  # for all that is no connection: the model, logs, processes that try a grammar
+SURPLUS_MAX = 32  # connections beyond the limit that are told so at a time; more are just closed
+SURPLUS_S = 1.0  # for a client to read that there are too many
+
+
+def most_connections() -> int:
+    """How many connections may be open at a time."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return max(1, min(CONNECTIONS_MAX, files - FILES_KEPT))
 
 
 class Connection(H11Protocol):
     """While no request is answered, the next head must be whole within HEAD_S_MAX, however it
     drips. While an answer waits to be read, some of it must go within each STALL_S_MAX. A client
-    that misses either is cut off; its request is cancelled as if it had left."""
+    that misses either is cut off; its request is cancelled as if it had left. One beyond the most
+    connections is told so and closed."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -30,7 +45,23 @@ class Connection(H11Protocol):
         super().connection_made(cast("asyncio.Transport", transport))
         # From the first byte that the kernel does not take: what is less would wait unwatched.
         self.transport.set_write_buffer_limits(high=0)
-        self._watch_head()
+        num_surplus = len(self.connections) - most_connections()
+        if num_surplus > SURPLUS_MAX:
+            self.transport.abort()
+        elif num_surplus > 0:
+            self._turn_away()
+        else:
+            self._watch_head()
+
+    def _turn_away(self) -> None:
+        """Say that there are too many, then listen a little without hearing: closed with its
+        request unread, the client would see a broken connection and no answer."""
+        message = f"{most_connections()} connections are open: come again later."
+        error = ApiError(message, code="too_many_connections", status=503)
+        self._refuse(error, [("Retry-After", "1")])
+        self.transport.write_eof()
+        self.transport.set_protocol(_Deaf(self))
+        self._head_timer = self.loop.call_later(SURPLUS_S, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -82,13 +113,28 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, in OpenAI's shape; where an answer has begun, just close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error_body(ApiError(msg, code="invalid_http"))).encode()
-            headers = [
-                ("Content-Type", "application/json"),
-                ("Content-Length", str(len(body))),
-                ("Connection", "close"),
-            ]
-            response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-            for event in (response, h11.Data(body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self._refuse(ApiError(msg, code="invalid_http"), [])
         self.transport.close()
+
+    def _refuse(self, error: ApiError, more_headers: list[tuple[str, str]]) -> None:
+        body = json.dumps(error_body(error)).encode()
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+            *more_headers,
+        ]
+        reason = HTTPStatus(error.status).phrase.encode()
+        response = h11.Response(status_code=error.status, headers=headers, reason=reason)
+        for event in (response, h11.Data(body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+class _Deaf(asyncio.Protocol):
+    """Drops what comes, until the connection is closed."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)

@@ -20,11 +20,11 @@ ERRORS = {
     408: "The body took too long to come.",
     409: "Requests are running, and they hold what they reuse.",
     413: "The body is too large.",
-    429: "The queue is full: try again later.",
+    429: "The queue is full, or many large bodies come at once: try again later.",
     500: "The engine failed at this request; its log says why.",
     503: "The engine stops or has stopped: another server may take the request.",
 }
-_READS = (400, 401, 404, 408, 413)  # what any route with a body may say
+_READS = (400, 401, 404, 408, 413, 429)  # what any route with a body may say
 
 
 def page(card: ModelCard, asks_for_key: bool) -> Schema:
@@ -109,7 +109,7 @@ def _call(summary: str, name: str, guard: Mapping[str, Any]) -> Schema:
         "that fails after it began ends with an Error instead.",
     }
     operation["responses"]["200"]["content"][STREAM_TYPE] = _of(event)
-    operation["responses"] |= _errors(429, 500, 503)
+    operation["responses"] |= _errors(500, 503)
     return operation
 
 
