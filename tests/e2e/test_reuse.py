@@ -16,6 +16,7 @@ from foreword.engine import sequence as sequence_module
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.runner import Part, Runner
 from foreword.engine.settings import EngineSettings
+from foreword.engine.stream import Stream
 from tiny import make_tiny
 
 
@@ -104,6 +105,18 @@ def test_samples_share_the_prompt_and_seeds_repeat(settings):
         assert await samples(6) != first
 
     run(settings, work)
+
+
+def test_samples_that_wait_share_one_chain(settings):
+    """Of a request with many samples, only those that run hold their tokens for themselves."""
+
+    async def begin(engine):
+        stream = Stream(Request("r", tuple(range(10, 300)), SamplingParams(2), 100), 100)
+        engine._begin(stream)
+        assert len({id(sample.chain) for sample in stream.samples}) == 2
+        engine._forget(stream.samples)
+
+    asyncio.run(begin(TorchEngine.load(settings)))
 
 
 def test_a_cancelled_request_gives_its_blocks_back(settings):

@@ -309,11 +309,13 @@ class TorchEngine:
             seed = int.from_bytes(os.urandom(8), "big")
         tokenizer, grammar = self.model.tokenizer.backend_tokenizer, request.sampling.grammar
         chain = Chain(root, BLOCK_SIZE, request.prompt)
+        # One more for all others: of 128 samples that wait, each with its own, few run at a time.
+        shared = chain.copy() if request.n > 1 else chain
         stream.samples = [
             Sequence(
                 request,
                 index,
-                chain.copy() if index else chain,
+                shared if index else chain,
                 seed,
                 TextStream(tokenizer, request.sampling.stop),
                 self._grammars.matcher(grammar) if grammar else None,

@@ -124,6 +124,7 @@ class Scheduler:
             if sequence.num_probes:
                 passed_over.append(sequence)
                 continue
+            sequence.take_chain()
             admitted = self.cache.admit(
                 sequence.chain,
                 match=not sequence.reports_prompt,

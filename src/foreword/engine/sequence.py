@@ -33,6 +33,7 @@ class Sequence:
         self.seed = seed
         self.text = text
         self._matcher = matcher
+        self.shares_chain = index > 0  # with other samples, which grow in other ways
         self.arrival = 0  # order of admission; the youngest is preempted first
         self.lease: Lease | None = None
         self.siblings: list[Sequence] = []  # samples that start when the prompt is computed
@@ -61,6 +62,11 @@ class Sequence:
         """Whether logits of all its prompt are wanted still."""
         wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_sampled == 0
+
+    def take_chain(self) -> None:
+        """Before it runs: from here on its chain is its own."""
+        if self.shares_chain:
+            self.chain, self.shares_chain = self.chain.copy(), False
 
     def note_reuse(self) -> None:
         """Keep what the first lease reused: a later one reuses what was computed under it."""
