@@ -114,12 +114,11 @@ def test_a_client_that_reads_nothing_is_cut_off(server: Server, stream: bytes) -
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("ahead", [b"", HEALTH, HEALTH * 50], ids=["alone", "ahead", "far_ahead"])
-@pytest.mark.parametrize("how", ["half", "close", "reset"])
+@pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_client_that_leaves_cancels(
     server: Server, stream: bytes, ahead: bytes, how: str
 ) -> None:
-    """However it leaves, and whatever it has sent ahead. One that shuts only its sending side
-    counts as gone: an HTTP/1.1 client has no reason to."""
+    """However it leaves, and whatever it has sent ahead."""
     engine = server[1]
     engine.step_s = 0.01
     with connected(server) as client:
@@ -130,14 +129,47 @@ def test_a_client_that_leaves_cancels(
             time.sleep(0.005)
         client.sendall(ahead)
         time.sleep(0.1)
-        if how == "half":
-            client.shutdown(socket.SHUT_WR)
-            closed_within(client, SLACK_S)
-        elif how == "reset":
+        if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     begin_s = time.monotonic()
     wait_until_idle(engine)
     assert time.monotonic() - begin_s < 2.0
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.1, LIMIT_S])
+def test_a_client_that_shuts_its_sending_side_is_answered(
+    server: Server, peer: socket.socket, step_s: float
+) -> None:
+    """All that it sent before, whole and as a stream, on the wire between the pieces what every
+    client discards; then the connection is closed."""
+    server[1].step_s = step_s
+    text = {"model": "echo", "prompt": "abc"}
+    asked = [json.dumps({**text, "stream": stream}).encode() for stream in (False, True, False)]
+    peer.sendall(b"".join(map(posted, asked)) + b"GET /he")
+    peer.shutdown(socket.SHUT_WR)
+    said = closed_within(peer, 12 * step_s + SLACK_S)
+    assert said.count(b"HTTP/1.1 200 OK\r\n") == 3
+    assert said.count(b'"text":"abc"') == 2
+    assert said.count(b"data: [DONE]") == 1
+    interim = said.count(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert interim >= 2 if step_s == LIMIT_S else interim <= 8
+    assert said.endswith((b"}", b"0\r\n\r\n"))
+
+
+@pytest.mark.parametrize("raw", [b"GET /h", POST + b"Content-Length: 9\r\n\r\n{", HEALTH[:-2]])
+def test_half_a_request_and_no_more_is_the_end(peer: socket.socket, raw: bytes) -> None:
+    peer.sendall(raw)
+    peer.shutdown(socket.SHUT_WR)
+    begin_s = time.monotonic()
+    assert closed_within(peer, SLACK_S) == b""
+    assert time.monotonic() - begin_s < LIMIT_S / 2
+
+
+def test_http_1_0_knows_no_interim_answer(server: Server, peer: socket.socket) -> None:
+    server[1].step_s = LIMIT_S
+    peer.sendall(posted(b'{"model": "echo", "prompt": "ab"}').replace(b"HTTP/1.1", b"HTTP/1.0"))
+    peer.shutdown(socket.SHUT_WR)
+    assert closed_within(peer, SLACK_S) == b""
 
 
 @pytest.mark.parametrize("raw", [b"", b"GET", HEALTH, POST + b"Content-Length: 9\r\n\r\n{"])

@@ -22,6 +22,7 @@ CONNECTIONS_MAX = 4096  # fewer where fewer files may be open
 FILES_KEPT = 128  # for all that is no connection: the model, logs, processes that try a grammar
 SURPLUS_MAX = 32  # connections beyond the limit that are told so at a time; more are just closed
 SURPLUS_S = 1.0  # for a client to read that there are too many
+ASK_S, ASK_S_MAX = 0.1, 1.0  # between two interim answers to one that may have left; it doubles
 
 
 def most_connections() -> int:
@@ -40,6 +41,7 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _ask_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -65,7 +67,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._head_timer, self._stall_timer):
+        for timer in (self._head_timer, self._stall_timer, self._ask_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -78,12 +80,37 @@ class Connection(H11Protocol):
             # the client leaves.
             self.flow.resume_reading()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to stay open. A client that has sent all it wants and one that has left look
+        alike, until something is sent: where there is nobody, the second piece fails."""
+        if not self._is_answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        if self._ask_timer is None:  # after a pause in reading, the end is met again
+            self._ask(ASK_S)
+        return True
+
+    def _ask(self, wait_s: float) -> None:
+        self._ask_timer = self.loop.call_later(wait_s, self._on_ask, wait_s)
+
+    def _on_ask(self, wait_s: float) -> None:
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            # What a client discards that has not asked for it. Parts of an answer ask as well.
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+        self._ask(min(2 * wait_s, ASK_S_MAX))
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self.cycle and not self.cycle.response_complete)
+
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        super().on_response_complete()  # which begins with the next request, if one was sent ahead
         self._watch_head()
+        if self._ask_timer is not None and not self._is_answering:
+            self.transport.close()
 
     def _watch_head(self) -> None:
-        if self.cycle and not self.cycle.response_complete:
+        if self._is_answering:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
