@@ -40,7 +40,11 @@ COMMANDS = {
         True,
         "quantised weights against bfloat16: quality and speed",
     ),
-    "verify": ("foreword.cli.verify", True, "does reuse change any answer?"),
+    "verify": (
+        "foreword.cli.verify_store",
+        True,
+        "does reuse change any answer, does a fault of a store?",
+    ),
 }
 
 

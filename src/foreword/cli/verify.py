@@ -14,22 +14,11 @@ from typing import Any
 import torch
 
 from foreword.cli.measure import engine_settings
-from foreword.cli.settings import count
 from foreword.core.request import Output, Request, SamplingParams
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.model import DTYPES
 from foreword.engine.sequence import Sequence
 from foreword.engine.settings import EngineSettings
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--exact", action="store_true", required=True, help="the one check so far")
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder")
-    parser.add_argument("--threads", type=count, default=2, help="torch threads")
-    parser.add_argument("--prompts", type=count, default=50)
-    parser.add_argument("--longest", type=count, default=900, help="tokens of the longest prompt")
-    parser.add_argument("--new-tokens", type=count, default=20)
-    parser.add_argument("--seed", type=int, default=0)
 
 
 class RecordingEngine(TorchEngine):
