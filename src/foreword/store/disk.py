@@ -21,7 +21,6 @@ from foreword.store.table import hashes_of
 
 _STEP_BYTES = 64 << 20  # A file grows by so much, or by a sixteenth of its share.
 _MOVE_BYTES = 8 << 20  # What one call moves when the share has become smaller.
-_RECOUNT_S = 1.0  # How often to look who else is writing.
 _LOCK_WAIT_S = 0.05
 _OPENING_WAIT_S = 30.0
 _PAUSE_S = (5.0, 60.0)  # After a write that failed; doubles from the first to the last.
@@ -35,6 +34,7 @@ class DiskStore:
 
     name = "disk"
     shared = True
+    recount_s = 1.0  # How often to look who else is writing.
 
     def __init__(self, folder: Path, budget_bytes: int, record_bytes: int) -> None:
         """The folder must exist. Raises OSError where it cannot be used."""
@@ -60,6 +60,11 @@ class DiskStore:
         except OSError:
             self.close()
             raise
+
+    @property
+    def part(self) -> str:
+        """Which part of the folder this store writes."""
+        return self._own_name
 
     @property
     def capacity(self) -> int:
@@ -177,7 +182,7 @@ class DiskStore:
         share = self._folder.share_bytes(self._folder.num_writers())
         self._capacity = num_slots_within(share, self.slot_bytes)
         self._step = max(1, min(_STEP_BYTES, share // 16) // self.slot_bytes)
-        self._recount_at = time.monotonic() + _RECOUNT_S
+        self._recount_at = time.monotonic() + self.recount_s
 
     def _pause(self) -> None:
         """Nothing is written for a while; reads go on."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from foreword.store.part import (
     PAGE_BYTES,
@@ -26,7 +27,7 @@ from foreword.store.part import (
 )
 from foreword.store.table import ROW_BYTES, TABLE_HEADER_BYTES, new_header
 
-_NAME = re.compile(r"(part-\d{4,})\.(table|slots)")
+_NAME = re.compile(r"(part-[0-9a-f]{8})\.(table|slots)")
 # What a file system may add to a file's length for its map of where the file lies: ext4 takes 12
 # bytes and XFS 16 per extent, which is 4,096 bytes long at least.
 _MAP = 256
@@ -93,7 +94,7 @@ class Folder:
                 time.sleep(_POLL_S)
 
     def names(self) -> list[str]:
-        """Parts that have a table or slots, in order."""
+        """Parts that have a table or slots."""
         found = (_NAME.fullmatch(name) for name in os.listdir(self.path))
         return sorted({match[1] for match in found if match})
 
@@ -205,8 +206,9 @@ class Folder:
 
     def _create(self, slot_bytes: int) -> tuple[str, int]:
         self.make_room(part_bytes(0, slot_bytes))
-        numbers = [int(name.removeprefix("part-")) for name in self.names()]
-        name = f"part-{max(numbers, default=0) + 1:04d}"
+        name = (
+            f"part-{token_hex(4)}"  # Never one that was here before: who knew that is not misled.
+        )
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         table_fd = os.open(table_path(self.path, name), flags, 0o600)
         try:

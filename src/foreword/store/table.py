@@ -1,10 +1,10 @@
 """The table of one part of the disk store: which block lies in which slot.
 
-Format of `part-NNNN.table` (golden bytes in tests/unit/test_disk.py; integers little-endian):
+Format of `part-X.table` (golden bytes in tests/unit/test_disk.py; integers little-endian):
 
        0    8  magic "FOREPART"
        8    2  format version, 1
-      16    8  slot_bytes of `part-NNNN.slots`, where slot i starts at i * slot_bytes
+      16    8  slot_bytes of `part-X.slots`, where slot i starts at i * slot_bytes
       24    8  generation: how many rows have been changed so far
       64 4032  the slots of the latest 1,008 changes, 4 bytes each; change i at place i % 1008
     4096       one row of 128 bytes per slot:
