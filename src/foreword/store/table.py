@@ -123,6 +123,7 @@ class Table:
         generation = self._read_generation()
         if generation == self._generation:
             return
+        self._lengthen((os.fstat(self._fd).st_size - TABLE_HEADER_BYTES) // ROW_BYTES)
         slots = self._announced(generation)
         if slots is None:
             slots, rows = self._all_changed()
@@ -170,10 +171,7 @@ class Table:
 
     def resize(self, num_rows: int) -> None:
         """Make room for this many rows, or give back that of rows which are free."""
-        if num_rows > len(self.rows):
-            rows = np.zeros(num_rows, ROW)
-            rows[: len(self.rows)] = self.rows
-            self.rows = rows
+        self._lengthen(num_rows)
         os.ftruncate(self._fd, TABLE_HEADER_BYTES + num_rows * ROW_BYTES)
 
     def write(self, slots: Slots, raw: bytes) -> None:
@@ -216,15 +214,15 @@ class Table:
         return slots if not len(slots) or slots[-1] < len(self.rows) else None
 
     def _all_changed(self) -> tuple[Slots, Rows]:
-        num_bytes = os.fstat(self._fd).st_size - TABLE_HEADER_BYTES
-        num_rows = max(0, num_bytes // ROW_BYTES, len(self.rows))
+        found = self.read_rows(np.arange(len(self.rows)))
+        slots = np.flatnonzero(_differ(found, self.rows))
+        return slots, found[slots]
+
+    def _lengthen(self, num_rows: int) -> None:
         if num_rows > len(self.rows):
             rows = np.zeros(num_rows, ROW)
             rows[: len(self.rows)] = self.rows
             self.rows = rows
-        found = self.read_rows(np.arange(num_rows))
-        slots = np.flatnonzero(_differ(found, self.rows))
-        return slots, found[slots]
 
 
 def _differ(one: Rows, other: Rows) -> NDArray[np.bool_]:
