@@ -120,13 +120,17 @@ class Folder:
 
     def open_other(self, name: str, slot_bytes: int) -> Part | None:
         """A part to read, if it has slots of this size and is in this format."""
-        with suppress(FileNotFoundError, PermissionError):
+        try:
             table_fd = os.open(table_path(self.path, name), os.O_RDONLY)
+        except OSError:
+            return None
+        try:
             if read_slot_bytes(table_fd) == slot_bytes:
-                with suppress(FileNotFoundError):
-                    slots_fd = open_slots(slots_path(self.path, name), os.O_RDONLY)
-                    return Part(table_fd, slots_fd, slot_bytes)
-            os.close(table_fd)
+                slots_fd = open_slots(slots_path(self.path, name), os.O_RDONLY)
+                return Part(table_fd, slots_fd, slot_bytes)
+        except OSError:
+            pass  # Removed meanwhile, or not for us to read.
+        os.close(table_fd)
         return None
 
     # What follows needs the lock.

@@ -24,7 +24,9 @@ that was written to another slot's place a bad one.
 
 import os
 import struct
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -90,13 +92,12 @@ def moved_row(row: bytes, slot: int) -> bytes:
     return sealed + _REST.pack(xxh3_64_intdigest(sealed, seed=slot), last_used)
 
 
-def runs(slots: Sequence[int] | Slots, longest: int) -> Iterator[slice]:
+def runs(slots: Slots, longest: int = sys.maxsize) -> Iterator[slice]:
     """Cut a list of slots where the next one is no neighbour, and after `longest`."""
-    start = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or slots[end] != slots[end - 1] + 1 or end - start == longest:
-            yield slice(start, end)
-            start = end
+    cuts = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
+    for start, end in pairwise([0, *cuts, len(slots)]):
+        for first in range(start, end, longest):
+            yield slice(first, min(end, first + longest))
 
 
 def hashes_of(rows: Rows, field: str = "block_hash") -> list[BlockHash]:
@@ -158,7 +159,7 @@ class Table:
     def read_rows(self, slots: Slots) -> Rows:
         """As they are on disk now; zero after the table's end. The slots ascend."""
         rows = np.zeros(len(slots), ROW)
-        for run in runs(slots, len(slots)):
+        for run in runs(slots):
             place = TABLE_HEADER_BYTES + int(slots[run.start]) * ROW_BYTES
             raw = os.pread(self._fd, (run.stop - run.start) * ROW_BYTES, place)
             found = np.frombuffer(raw[: len(raw) // ROW_BYTES * ROW_BYTES], ROW)
@@ -176,7 +177,7 @@ class Table:
 
     def write(self, slots: Slots, raw: bytes) -> None:
         """Put rows on disk for ascending slots. Raises OSError, with any of them written."""
-        for run in runs(slots, len(slots)):
+        for run in runs(slots):
             chunk = raw[run.start * ROW_BYTES : run.stop * ROW_BYTES]
             place = TABLE_HEADER_BYTES + int(slots[run.start]) * ROW_BYTES
             if os.pwrite(self._fd, chunk, place) != len(chunk):
