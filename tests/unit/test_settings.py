@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_engine() -> None:
     line = (
         "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
         "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7 "
-        "--host-bytes 2MB --disk 3MB"
+        "--host-bytes 2MB --disk 3MB --disk-folder there"
     )
     assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
         model="here",
@@ -93,7 +93,7 @@ def test_every_flag_reaches_the_engine() -> None:
         num_threads=7,
         host_bytes=2_000_000,
         disk_bytes=3_000_000,
-        disk_folder=kv_folder(),
+        disk_folder=Path("there"),
     )
     args = cli.command_parser("serve").parse_args(["--quantise", "int8"])
     assert engine_settings(args).quantise == "int8"

@@ -48,7 +48,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--disk",
         type=size_or_none,
         default=DISK_BYTES,
-        help="disk for KV, in the folder that `foreword cache path` names; 0 keeps none (10GiB)",
+        help="disk for KV, which a restart finds again; 0 keeps none (10GiB)",
+    )
+    parser.add_argument(
+        "--disk-folder",
+        type=Path,
+        metavar="DIR",
+        help="where; several servers may share it (the folder that `foreword cache path` names)",
     )
     parser.add_argument("--max-num-seqs", type=count, default=64, help="sequences in one step")
     parser.add_argument(
@@ -123,7 +129,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         kv_bytes=kv_bytes,
         host_bytes=host_bytes,
         disk_bytes=args.disk,
-        disk_folder=kv_folder(),
+        disk_folder=args.disk_folder or kv_folder(),
         max_num_seqs=args.max_num_seqs,
         max_queue=args.max_queue,
         exact=args.exact == "auto",

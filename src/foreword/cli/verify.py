@@ -2,13 +2,17 @@
 
 Each prompt first runs alone in an engine that reuses nothing. Then the same prompts run in an
 engine that knows prefixes of them cut anywhere, in batches mixed with prefill, in a pool so small
-that requests are preempted, and once more when everything is known. Every step's logits are
-compared.
+that requests are preempted, and once more when everything is known; then in the small pool above
+host memory and disk, and in a new engine that finds the disk's. Every step's logits are compared.
 """
 
 import argparse
 import asyncio
 import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ from foreword.cli.measure import engine_settings
 from foreword.core.request import Output, Request, SamplingParams
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.model import DTYPES
-from foreword.engine.sequence import Sequence
+from foreword.engine.sequence import Sequence as Sample
 from foreword.engine.settings import EngineSettings
 
 
@@ -28,7 +32,7 @@ class RecordingEngine(TorchEngine):
         super().__init__(*args)
         self.logits: dict[str, list[torch.Tensor]] = {}
 
-    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> Output:
+    def _sample(self, sequence: Sample, logits: torch.Tensor) -> Output:
         self.logits.setdefault(sequence.request.request_id, []).append(logits.clone())
         return super()._sample(sequence, logits)
 
@@ -59,22 +63,27 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
     settings = engine_settings(
         args, max_num_seqs=8, kv_bytes=num_blocks * off.model.block_bytes(BLOCK_SIZE)
     )
-    small, roomy = await _warm(settings, prompts, sampling, args, cold, off.logits)
+    roomy = engine_settings(args, max_num_seqs=8)
+    with tempfile.TemporaryDirectory(prefix="foreword-verify-") as folder:
+        disk = replace(settings, disk_bytes=1 << 32, disk_folder=Path(folder))
+        pools = (settings, roomy, replace(disk, host_bytes=1 << 30), disk)
+        results = await _warm(pools, prompts, sampling, args, cold, off.logits)
     return {
         "exact": off.exact,
         "reason": off.exact_reason,
         "prompts": len(prompts),
-        "logits_compared": small["logits"] + roomy["logits"],
-        "different_prompts": small["different"] + roomy["different"],
-        "different_texts": small["texts"] + roomy["texts"],
-        "largest_difference": max(small["largest"], roomy["largest"]),
-        "reused_tokens": small["reused"] + roomy["reused"],
-        "preemptions": small["preemptions"],
+        "logits_compared": sum(result["logits"] for result in results),
+        "different_prompts": sum(result["different"] for result in results),
+        "different_texts": sum(result["texts"] for result in results),
+        "largest_difference": max(result["largest"] for result in results),
+        "reused_tokens": sum(result["reused"] for result in results),
+        "restored_tokens": sum(result["restored"] for result in results),
+        "preemptions": results[0]["preemptions"],
     }
 
 
 async def _warm(
-    settings: EngineSettings,
+    pools: Sequence[EngineSettings],
     prompts: list[list[int]],
     sampling: SamplingParams,
     args: argparse.Namespace,
@@ -83,7 +92,7 @@ async def _warm(
 ) -> list[dict[str, Any]]:
     draw = random.Random(args.seed + 1)
     results = []
-    for pool in (settings, engine_settings(args, max_num_seqs=8)):
+    for pool in pools:
         engine = RecordingEngine.load(pool)
         engine.start()
         result = {"logits": 0, "different": 0, "texts": 0, "largest": 0.0, "reused": 0}
@@ -104,6 +113,7 @@ async def _warm(
                     result["texts"] += token_ids != cold[i][0]
                     result["reused"] += num_cached
         result["preemptions"] = engine.scheduler.num_preemptions
+        result["restored"] = sum(tier.num_hit_tokens for tier in engine.stats.tiers)
         await engine.stop(1.0)
         results.append(result)
     return results

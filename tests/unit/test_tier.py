@@ -1,0 +1,146 @@
+"""What leaves a tier first, and what it remembers of what it lost."""
+
+import pytest
+
+from foreword.core.block import BlockHash
+from foreword.core.tier import Tier
+from laws import check_tier
+
+ROOT = BlockHash(b"root" * 8)
+
+
+def name(letter):
+    return BlockHash(letter.encode() * 32)
+
+
+def filled(tier, *chains):
+    """Store chains such as "abc", parents first; what left on the way."""
+    gone = []
+    for chain in chains:
+        parent = ROOT
+        for letter in chain:
+            if not tier.num_kept([name(letter)], 0, 1):
+                gone += tier.make_room(protected=parent)
+                if not tier.claim(name(letter), parent):
+                    return gone
+                tier.stored(name(letter))
+            parent = name(letter)
+    check_tier(tier)
+    return gone
+
+
+def hashes(chain):
+    return [name(letter) for letter in chain]
+
+
+def test_the_least_recent_leaf_leaves_first():
+    tier = Tier("host", 5)
+    assert filled(tier, "abc", "ax") == []
+    tier.touch(hashes("abc"), 3)
+    assert tier.num_blocks == 4
+    assert filled(tier, "p") == []
+    assert filled(tier, "q") == [name("x")], "c was used since"
+    assert filled(tier, "r") == [name("c")], "then c's turn: older than p and q"
+    assert filled(tier, "s") == [name("b")], "b is as old as its child was"
+    check_tier(tier)
+    assert tier.num_ready(hashes("abc"), 0, 3) == 1
+
+
+def test_a_parent_counts_as_used_when_its_child_was():
+    tier = Tier("host", 4)
+    filled(tier, "ab", "cd")
+    tier.touch(hashes("ab"), 2)
+    assert filled(tier, "e") == [name("d")]
+    assert filled(tier, "f") == [name("c")]
+    assert filled(tier, "g") == [name("b")]
+    tier.touch(hashes("a"), 1)
+    assert filled(tier, "h") == [name("e")]
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_front():
+    tier = Tier("host", 2)
+    assert filled(tier, "abcd") == []
+    assert tier.num_ready(hashes("abcd"), 0, 4) == 2
+    assert filled(tier, "abcd") == []
+    check_tier(tier)
+
+
+def test_what_is_being_written_is_kept_but_not_ready():
+    tier = Tier("host", 4)
+    assert tier.claim(name("a"), ROOT)
+    assert (tier.num_kept(hashes("a"), 0, 1), tier.num_ready(hashes("a"), 0, 1)) == (1, 0)
+    tier.stored(name("a"))
+    assert tier.num_ready(hashes("a"), 0, 1) == 1
+    tier.stored(name("never claimed"[0]))
+    tier.remove(name("b"))
+    check_tier(tier)
+
+
+def test_a_loss_hides_the_children_until_it_is_stored_again():
+    tier = Tier("disk", 9)
+    filled(tier, "abcd")
+    tier.remove(name("b"))
+    check_tier(tier)
+    assert tier.num_ready(hashes("abcd"), 0, 4) == 1
+    assert tier.num_ready(hashes("abcd"), 2, 4) == 2, "c and d are there, out of reach"
+    assert tier.num_blocks == 3
+    filled(tier, "abcd")
+    assert tier.num_ready(hashes("abcd"), 0, 4) == 4
+    tier.remove(name("b"))
+    tier.remove(name("c"))
+    tier.remove(name("c"))
+    assert tier.num_blocks == 2
+    assert tier.make_room() == []
+    tier.capacity = 0
+    assert tier.make_room() == [name("a"), name("d")] or tier.num_blocks == 0
+    check_tier(tier)
+    assert not tier._entries, "nothing is remembered of what is gone"
+
+
+def test_a_child_whose_parent_others_store():
+    """The parent is not ours: it may be known later, and then has its child."""
+    tier = Tier("disk", 9)
+    assert tier.claim(name("c"), name("b"))
+    check_tier(tier)
+    assert tier.num_ready(hashes("bc"), 0, 2) == 0
+    filled(tier, "ab")
+    tier.stored(name("c"))
+    assert tier.num_ready(hashes("abc"), 0, 3) == 3
+    tier.capacity = 2
+    assert tier.make_room() == [name("c")]
+
+
+def test_a_reopened_tier_keeps_its_order():
+    tier = Tier("disk", 3)
+    tier.restore([(name("c"), name("b")), (name("b"), name("a")), (name("a"), ROOT)])
+    check_tier(tier)
+    assert tier.num_ready(hashes("abc"), 0, 3) == 3
+    assert filled(tier, "x") == [name("c")]
+    assert filled(tier, "y") == [name("b")]
+
+
+def test_clear_tells_what_there_was():
+    tier = Tier("disk", 9)
+    filled(tier, "abc", "x")
+    tier.remove(name("b"))
+    assert sorted(tier.clear()) == sorted(hashes("acx"))
+    assert tier.num_blocks == 0
+    check_tier(tier)
+    filled(tier, "abc")
+    assert tier.num_ready(hashes("abc"), 0, 3) == 3
+
+
+def test_no_block_is_claimed_twice():
+    tier = Tier("disk", 9)
+    filled(tier, "a")
+    with pytest.raises(AssertionError, match="kept already"):
+        tier.claim(name("a"), ROOT)
+
+
+def test_many_uses_leave_no_heap_behind():
+    tier = Tier("host", 8)
+    filled(tier, "abcd")
+    for _ in range(1000):
+        tier.touch(hashes("abcd"), 4)
+    assert len(tier._leaves) <= 2 * len(tier._entries) + 1
+    check_tier(tier)
