@@ -1,6 +1,6 @@
 # The only verbs that people and CI use. Each makes .venv and installs what it needs by itself.
 # Pass options through: make serve ARGS="--port 9000", make test ARGS="tests/unit -x".
-.PHONY: serve test check bench docs mutants
+.PHONY: serve test check bench docs mutants gpu-check
 .DEFAULT_GOAL := test
 
 # Without bytecode every start would compile its imports again, which takes ten seconds.
@@ -36,6 +36,9 @@ bench: $(READY) # the measurements of the README's table; ARGS=--json for all fi
 
 docs: $(READY) # rewrite the generated pages
 	$(BIN)/python tools/reference.py
+
+gpu-check: $(READY) # what a CUDA machine's tiers give, under five minutes, as JSON
+	$(BIN)/python tools/gpu_check.py $(ARGS)
 
 mutants: $(READY) # break the core one line at a time: do the tests notice?
 	$(BIN)/python tools/mutants.py $(ARGS)

@@ -30,6 +30,7 @@ COMMANDS = {
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
     "bench load": ("foreword.cli.bench_load", True, "many streams, some left; what stays behind"),
+    "bench soak": ("foreword.cli.bench_soak", True, "minutes of load that no tier has room for"),
     "bench transformers": (
         "foreword.cli.bench_transformers",
         True,

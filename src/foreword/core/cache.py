@@ -95,7 +95,8 @@ class KVCache:
         lease.elsewhere = elsewhere or {}
         self._lead(lease)
         if source is None:
-            for _, first, stop in runs:
+            for number, first, stop in runs:
+                self.tiers[number].touch(chain.hashes, stop)  # so that it stays until it is read
                 states[first:stop] = bytes([BlockState.LOADING]) * (stop - first)
             return lease, [Load(lease, *run) for run in runs]
         lease.copy = Copy(source[0], fresh[0], source[1])

@@ -73,12 +73,15 @@ class PagedKV:
         for pool, columns in self._columns():
             rows[:, columns] = pool[ids]
         if rows is not out:
-            out.copy_(rows)
+            _copy_rows(rows, out)
 
     def write_blocks(self, block_ids: Sequence[int], rows: Tensor) -> None:
         """Copy rows as `read_blocks` made them into whole blocks."""
         ids = torch.tensor(block_ids, device=self.keys[0].device)
-        rows = rows.to(ids.device)
+        if ids.device != rows.device:
+            near = torch.empty(rows.shape, dtype=rows.dtype, device=ids.device)
+            _copy_rows(rows, near)
+            rows = near
         for pool, columns in self._columns():
             pool.index_copy_(0, ids, rows[:, columns])
 
@@ -89,6 +92,14 @@ class PagedKV:
             for pool in pair:
                 blocks = pool.view(len(pool) // self.block_size, -1)
                 yield blocks, slice(start, start := start + blocks.shape[1])
+
+
+def _copy_rows(source: Tensor, target: Tensor) -> None:
+    """Between device and pinned memory: row by row, since only what lies in one piece goes without
+    a copy on the way. Done when it returns."""
+    for row, place in zip(source, target, strict=True):
+        place.copy_(row, non_blocking=True)
+    torch.cuda.synchronize()
 
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
