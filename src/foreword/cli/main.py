@@ -41,6 +41,11 @@ COMMANDS = {
         True,
         "quantised weights against bfloat16: quality and speed",
     ),
+    "bench restore": (
+        "foreword.cli.bench_restore",
+        True,
+        "blocks from host memory and disk, beside memcpy and fio",
+    ),
     "verify": (
         "foreword.cli.verify_store",
         True,

@@ -1,0 +1,228 @@
+"""`foreword bench restore`: how fast blocks come back from host memory and from disk, checked.
+
+Beside each, in interleaved pairs with a pause before every run, what the machine can do at most:
+for host memory a memcpy between buffers of the same size and number; for the disk fio, reading the
+store's own file in slots, at random, past the page cache, as many at once as the store's readers.
+"""
+
+import argparse
+import ctypes
+import json
+import math
+import mmap
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreword.cli.failure import Failure
+from foreword.cli.measure import mean_interval
+from foreword.cli.scratch import PAGE_BYTES, Blocks
+from foreword.cli.settings import count, size
+from foreword.cli.verify_store import scratch_folder
+from foreword.core.block import BlockHash
+from foreword.engine.files import cache_folder
+from foreword.store.codec import check
+from foreword.store.disk import DiskStore
+from foreword.store.host import HostStore
+from foreword.store.store import KVStore
+
+NO_FIO = "fio is not installed (apt install fio): beside bare reads of the same kind instead"
+BUFFERS = 8  # of each thread, in turns
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (FOREWORD_CACHE_DIR)")
+    parser.add_argument("--bytes", type=size, default="512MiB", help="of blocks, each read once")
+    parser.add_argument("--kv-bytes", type=size, default="360KiB", help="of one block")
+    parser.add_argument("--pairs", type=count, default=15)
+    parser.add_argument("--threads", type=count, default=2, help="that read from host memory")
+    parser.add_argument("--depth", type=count, default=4, help="reads of the disk at once")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds before each run")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Room for one record, from the start of a page on."""
+
+    view: memoryview
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one run, in GB (10^9 bytes)."""
+
+    gb_per_s: float
+    gb_per_cpu_s: float
+
+
+Read = Callable[[int, Buffer], None]  # of a block by its number
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """`tiers`: for each the medians of all runs and `share`, ours over the limit, of wall time and
+    of CPU time, with 95 % intervals."""
+    num_blocks = max(args.depth, args.bytes // args.kv_bytes)
+    blocks = Blocks(BlockHash(random.randbytes(32)), num_blocks, args.kv_bytes)
+    tiers = [host_tier(blocks, threads, args) for threads in sorted({1, args.threads})]
+    with scratch_folder(args.folder or cache_folder()) as folder:
+        tiers.append(disk_tier(blocks, folder, args))
+    return {"record_bytes": blocks.record_bytes, "pairs": args.pairs, "tiers": tiers}
+
+
+def host_tier(blocks: Blocks, threads: int, args: argparse.Namespace) -> dict[str, Any]:
+    num_blocks, num_bytes = len(blocks.keys), blocks.record_bytes
+    source = buffers(num_blocks, num_bytes)
+    for buffer, record in zip(source, blocks.records, strict=True):
+        buffer.view[:num_bytes] = record
+    with closing(HostStore(num_blocks * len(source[0].view), num_bytes)) as store:
+        store.put(blocks.keys, blocks.records)
+
+        def memcpy(number: int, buffer: Buffer) -> None:
+            ctypes.memmove(buffer.address, source[number].address, num_bytes)
+
+        restore = restorer(store, blocks)
+        pairs = interleaved(
+            lambda: timed(restore, blocks, threads), lambda: timed(memcpy, blocks, threads), args
+        )
+    return {"tier": "host", "threads": threads, "limit": "memcpy", **compared(pairs)}
+
+
+def disk_tier(blocks: Blocks, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    slot_bytes = len(buffers(1, blocks.record_bytes)[0].view)
+    budget_bytes = (len(blocks.keys) + 1) * slot_bytes * 21 // 20
+    with closing(DiskStore(folder, budget_bytes, blocks.record_bytes)) as store:
+        if not all(store.put(blocks.keys, blocks.records)):
+            raise Failure(
+                f"there is no room for {args.bytes} bytes below {folder.parent}", "failed"
+            )
+        os.sync()
+        (file,) = folder.glob("*.slots")
+        restore = restorer(store, blocks)
+        with_fio = shutil.which("fio") is not None
+        if not with_fio:
+            print(NO_FIO, file=sys.stderr)
+        fd = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+
+        def read(number: int, buffer: Buffer) -> None:
+            os.preadv(fd, [buffer.view], number * slot_bytes)
+
+        try:
+            pairs = interleaved(
+                lambda: timed(restore, blocks, args.depth),
+                (lambda: fio(file, len(blocks.keys), slot_bytes, args.depth))
+                if with_fio
+                else (lambda: timed(read, blocks, args.depth)),
+                args,
+            )
+        finally:
+            os.close(fd)
+    limit = "fio" if with_fio else "bare reads"
+    return {"tier": "disk", "threads": args.depth, "limit": limit, **compared(pairs)}
+
+
+def restorer(store: KVStore, blocks: Blocks) -> Read:
+    """As a restore does it: checked right after the copy, while it is in the processor's cache."""
+
+    def restore(number: int, buffer: Buffer) -> None:
+        (length,) = store.get([blocks.hashes[number]], [buffer.view])
+        check(buffer.view[:length], blocks.keys[number])
+
+    return restore
+
+
+def buffers(number: int, record_bytes: int) -> list[Buffer]:
+    """As a pool of staging buffers: in huge pages where the system has them, all touched."""
+    slot_bytes = -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
+    arena = mmap.mmap(-1, number * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        arena.madvise(mmap.MADV_HUGEPAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+    ctypes.memset(start, 1, number * slot_bytes)
+    view = memoryview(arena)
+    return [
+        Buffer(view[at : at + slot_bytes], start + at)
+        for at in range(0, number * slot_bytes, slot_bytes)
+    ]
+
+
+def timed(read: Read, blocks: Blocks, threads: int) -> Speed:
+    """Read each block once, in random order, `threads` at a time."""
+    order = random.sample(range(len(blocks.keys)), len(blocks.keys))
+    lanes = [buffers(BUFFERS, blocks.record_bytes) for _ in range(threads)]
+
+    def lane(start: int) -> None:
+        for turn, number in enumerate(order[start::threads]):
+            read(number, lanes[start][turn % BUFFERS])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: None, range(threads)))
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        list(pool.map(lane, range(threads)))
+        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    gigabytes = len(order) * blocks.record_bytes / 1e9
+    return Speed(gigabytes / seconds, gigabytes / cpu_s)
+
+
+def fio(file: Path, num_slots: int, slot_bytes: int, depth: int) -> Speed:
+    """As many reads of a file's first slots, at random, by `depth` processes with one at once."""
+    options = {
+        "name": "restore",
+        "filename": file,
+        "readonly": None,
+        "rw": "randread",
+        "direct": 1,
+        "ioengine": "psync",
+        "bs": slot_bytes,
+        "size": num_slots * slot_bytes,
+        "numjobs": depth,
+        "io_size": num_slots // depth * slot_bytes,
+        "randrepeat": 0,
+        "output-format": "json",
+    }
+    words = [
+        f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()
+    ]
+    done = subprocess.run(["fio", *words], capture_output=True, check=True, text=True)
+    jobs = json.loads(done.stdout)["jobs"]
+    gigabytes = sum(job["read"]["io_bytes"] for job in jobs) / 1e9
+    seconds = max(job["read"]["runtime"] for job in jobs) / 1e3
+    cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in jobs)
+    return Speed(gigabytes / seconds, gigabytes / cpu_s)
+
+
+def interleaved(
+    ours: Callable[[], Speed], limit: Callable[[], Speed], args: argparse.Namespace
+) -> list[tuple[Speed, Speed]]:
+    """Pairs of runs, each first in every second one; the first pair is not counted."""
+    pairs = []
+    for number in range(args.pairs + 1):
+        pair = {}
+        for one in (ours, limit) if number % 2 else (limit, ours):
+            time.sleep(args.pause)
+            pair[one] = one()
+        pairs.append((pair[ours], pair[limit]))
+    return pairs[1:]
+
+
+def compared(pairs: Sequence[tuple[Speed, Speed]]) -> dict[str, Any]:
+    """Medians, and geometric means of the ratios with the intervals of these."""
+    figures: dict[str, Any] = {}
+    for share, unit in (("share", "gb_per_s"), ("share_per_cpu_s", "gb_per_cpu_s")):
+        speeds = [(getattr(ours, unit), getattr(limit, unit)) for ours, limit in pairs]
+        logs = [math.log(ours / limit) for ours, limit in speeds]
+        figures[unit] = statistics.median(ours for ours, _ in speeds)
+        figures[f"limit_{unit}"] = statistics.median(limit for _, limit in speeds)
+        figures[share] = math.exp(statistics.fmean(logs))
+        figures[f"{share}_interval"] = [math.exp(bound) for bound in mean_interval(logs)]
+    return figures
