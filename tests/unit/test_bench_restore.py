@@ -39,8 +39,8 @@ def test_disk_beside_fio(
     assert (disk["limit_gb_per_s"], disk["limit_gb_per_cpu_s"]) == (8.0, 10.0)
     runs = [json.loads(line) for line in asked.read_text().splitlines()]
     assert len(runs) == 3  # the first pair is not counted
-    wanted = {"--direct=1", "--rw=randread", "--bs=61440", "--numjobs=4"}
-    wanted |= {f"--size={17 * 61440}", f"--io_size={4 * 61440}"}
+    wanted = {"--direct=1", "--rw=randread", f"--bs={4 * 61440}", "--numjobs=4"}
+    wanted |= {f"--size={16 * 61440}", f"--io_size={4 * 61440}"}
     assert all(wanted < set(words) for words in runs)
     assert list((tmp_path / "disk").iterdir()) == []
 

@@ -2,7 +2,7 @@
 
 Beside each, in interleaved pairs with a pause before every run, what the machine can do at most:
 for host memory a memcpy between buffers of the same size and number; for the disk fio, reading the
-store's own file in slots, at random, past the page cache, as many at once as the store's readers.
+store's own file at random, past the page cache, as much in one read and as many reads at once.
 """
 
 import argparse
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=count, default=15)
     parser.add_argument("--threads", type=count, default=2, help="that read from host memory")
     parser.add_argument("--depth", type=count, default=4, help="reads of the disk at once")
+    parser.add_argument("--run", type=count, default=4, help="neighbours in one read of the disk")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds before each run")
 
 
@@ -66,13 +67,13 @@ class Speed:
     gb_per_cpu_s: float
 
 
-Read = Callable[[int, Buffer], None]  # of a block by its number
+Read = Callable[[range, Sequence[Buffer]], None]  # of neighbouring blocks by their numbers
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """`tiers`: for each the medians of all runs and `share`, ours over the limit, of wall time and
     of CPU time, with 95 % intervals."""
-    num_blocks = max(args.depth, args.bytes // args.kv_bytes)
+    num_blocks = max(args.depth * args.run, args.bytes // args.kv_bytes)
     blocks = Blocks(BlockHash(random.randbytes(32)), num_blocks, args.kv_bytes)
     tiers = [host_tier(blocks, threads, args) for threads in sorted({1, args.threads})]
     with scratch_folder(args.folder or cache_folder()) as folder:
@@ -88,12 +89,15 @@ def host_tier(blocks: Blocks, threads: int, args: argparse.Namespace) -> dict[st
     with closing(HostStore(num_blocks * len(source[0].view), num_bytes)) as store:
         store.put(blocks.keys, blocks.records)
 
-        def memcpy(number: int, buffer: Buffer) -> None:
-            ctypes.memmove(buffer.address, source[number].address, num_bytes)
+        def memcpy(numbers: range, targets: Sequence[Buffer]) -> None:
+            for number, target in zip(numbers, targets, strict=True):
+                ctypes.memmove(target.address, source[number].address, num_bytes)
 
         restore = restorer(store, blocks)
         pairs = interleaved(
-            lambda: timed(restore, blocks, threads), lambda: timed(memcpy, blocks, threads), args
+            lambda: timed(restore, blocks, 1, threads),
+            lambda: timed(memcpy, blocks, 1, threads),
+            args,
         )
     return {"tier": "host", "threads": threads, "limit": "memcpy", **compared(pairs)}
 
@@ -106,7 +110,6 @@ def disk_tier(blocks: Blocks, folder: Path, args: argparse.Namespace) -> dict[st
             raise Failure(
                 f"there is no room for {args.bytes} bytes below {folder.parent}", "failed"
             )
-        os.sync()
         (file,) = folder.glob("*.slots")
         restore = restorer(store, blocks)
         with_fio = shutil.which("fio") is not None
@@ -114,15 +117,15 @@ def disk_tier(blocks: Blocks, folder: Path, args: argparse.Namespace) -> dict[st
             print(NO_FIO, file=sys.stderr)
         fd = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
 
-        def read(number: int, buffer: Buffer) -> None:
-            os.preadv(fd, [buffer.view], number * slot_bytes)
+        def read(numbers: range, targets: Sequence[Buffer]) -> None:
+            os.preadv(fd, [target.view for target in targets], numbers.start * slot_bytes)
 
         try:
             pairs = interleaved(
-                lambda: timed(restore, blocks, args.depth),
-                (lambda: fio(file, len(blocks.keys), slot_bytes, args.depth))
+                lambda: timed(restore, blocks, args.run, args.depth),
+                (lambda: fio(file, len(blocks.keys) // args.run, args.run * slot_bytes, args.depth))
                 if with_fio
-                else (lambda: timed(read, blocks, args.depth)),
+                else (lambda: timed(read, blocks, args.run, args.depth)),
                 args,
             )
         finally:
@@ -132,11 +135,13 @@ def disk_tier(blocks: Blocks, folder: Path, args: argparse.Namespace) -> dict[st
 
 
 def restorer(store: KVStore, blocks: Blocks) -> Read:
-    """As a restore does it: checked right after the copy, while it is in the processor's cache."""
+    """As a restore does it: checked right after, while it is in the processor's cache."""
 
-    def restore(number: int, buffer: Buffer) -> None:
-        (length,) = store.get([blocks.hashes[number]], [buffer.view])
-        check(buffer.view[:length], blocks.keys[number])
+    def restore(numbers: range, targets: Sequence[Buffer]) -> None:
+        hashes = [blocks.hashes[number] for number in numbers]
+        lengths = store.get(hashes, [target.view for target in targets])
+        for number, target, length in zip(numbers, targets, lengths, strict=True):
+            check(target.view[:length], blocks.keys[number])
 
     return restore
 
@@ -156,26 +161,27 @@ def buffers(number: int, record_bytes: int) -> list[Buffer]:
     ]
 
 
-def timed(read: Read, blocks: Blocks, threads: int) -> Speed:
-    """Read each block once, in random order, `threads` at a time."""
-    order = random.sample(range(len(blocks.keys)), len(blocks.keys))
-    lanes = [buffers(BUFFERS, blocks.record_bytes) for _ in range(threads)]
+def timed(read: Read, blocks: Blocks, run: int, threads: int) -> Speed:
+    """Read each block once, `run` neighbours in one call, in random order, from `threads`."""
+    num_runs = len(blocks.keys) // run
+    order = random.sample(range(num_runs), num_runs)
+    lanes = [buffers(max(run, BUFFERS), blocks.record_bytes) for _ in range(threads)]
 
-    def lane(start: int) -> None:
-        for turn, number in enumerate(order[start::threads]):
-            read(number, lanes[start][turn % BUFFERS])
+    def lane(first: int) -> None:
+        for turn, number in enumerate(order[first::threads]):
+            at = turn * run % (len(lanes[first]) - run + 1)
+            read(range(number * run, (number + 1) * run), lanes[first][at : at + run])
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda _: None, range(threads)))
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         list(pool.map(lane, range(threads)))
         seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-    gigabytes = len(order) * blocks.record_bytes / 1e9
+    gigabytes = num_runs * run * blocks.record_bytes / 1e9
     return Speed(gigabytes / seconds, gigabytes / cpu_s)
 
 
-def fio(file: Path, num_slots: int, slot_bytes: int, depth: int) -> Speed:
-    """As many reads of a file's first slots, at random, by `depth` processes with one at once."""
+def fio(file: Path, num_reads: int, read_bytes: int, depth: int) -> Speed:
+    """As many reads of a file's first bytes, at random, by `depth` processes with one at once."""
     options = {
         "name": "restore",
         "filename": file,
@@ -183,10 +189,10 @@ def fio(file: Path, num_slots: int, slot_bytes: int, depth: int) -> Speed:
         "rw": "randread",
         "direct": 1,
         "ioengine": "psync",
-        "bs": slot_bytes,
-        "size": num_slots * slot_bytes,
+        "bs": read_bytes,
+        "size": num_reads * read_bytes,
         "numjobs": depth,
-        "io_size": num_slots // depth * slot_bytes,
+        "io_size": num_reads // depth * read_bytes,
         "randrepeat": 0,
         "output-format": "json",
     }
