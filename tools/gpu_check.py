@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 def make_model(folder: Path, args: argparse.Namespace) -> None:
     """Llama 3.2 1B's shape, with a small vocabulary of made-up words."""
     words = {f"w{i}": i for i in range(1024)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")))
+    words_only = Tokenizer(models.WordLevel(words, "w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only)  # type: ignore[no-untyped-call]
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=args.hidden,
@@ -77,7 +78,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         with torch.device(args.device):
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
+            model = LlamaForCausalLM(config).bfloat16()
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
