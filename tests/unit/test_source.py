@@ -1,5 +1,7 @@
 """Where a model comes from: each way in, and what is said where it is closed."""
 
+import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +25,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[str]:
     """Replace the hub by one that gives a folder or raises an error; returns what was asked for."""
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
         asked.append(name)
         assert "*.safetensors" in allow_patterns
         if isinstance(result, Exception):
             raise result
         return str(result)
 
+    monkeypatch.setattr(source, "_hub_answers", lambda _name: True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     return asked
 
@@ -80,6 +84,20 @@ def test_offline_without_the_model_the_real_client_says_so(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match="not in the hub's cache on this machine"):
         find_model("org/name")
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "HUB_S", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        begin_s = time.monotonic()
+        with pytest.raises(ModelNotFound, match="the hub cannot be reached"):
+            find_model("org/name")
+        assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "org/na me", "x" * 5000, "~nobody-here/x y"])

