@@ -13,9 +13,25 @@ from pathlib import Path
 import httpx
 import pytest
 
+from foreword.cli.failure import EXIT_CODES
 from tiny import make_tiny
 
 START_S = 60.0
+# The command in a process that cannot reach another machine, and says so when it tries.
+ALONE = """
+import sys
+
+def hear(event, args):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        host = args[0] if event.startswith("socket.get") else args[1][0]
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            print("reached out:", event, args, file=sys.stderr)
+            raise OSError("no network")
+
+sys.addaudithook(hear)
+from foreword.cli.main import main
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +51,7 @@ def started(folder: Path, tmp_path: Path, *more: str) -> Iterator["subprocess.Po
     with (
         (tmp_path / "stderr").open("w") as stderr,
         subprocess.Popen(
-            [sys.executable, "-m", "foreword.cli.main", "serve", *flags, "--exact", "off"],
+            [sys.executable, "-c", ALONE, "serve", *flags, "--exact", "off"],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -104,6 +120,21 @@ def test_a_running_answer_is_finished_after_sigterm(
     assert process.wait(20) == 0
     assert "tokens reused" in (tmp_path / "stderr").read_text()
     assert "Traceback" not in (tmp_path / "stderr").read_text()
+    assert "reached out" not in (tmp_path / "stderr").read_text()
+
+
+def test_a_process_that_reaches_out_would_be_seen(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "serve", "--port", "0", "--model", "org/name"],
+        capture_output=True,
+        check=False,
+        text=True,
+        env={"HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == EXIT_CODES["model"]
+    assert "reached out" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("foreword serve: org/name is not in the hub's cache on this machine")
 
 
 def test_all_that_a_server_says_can_be_json(folder: Path, tmp_path: Path) -> None:
