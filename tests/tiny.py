@@ -1,7 +1,9 @@
 """Tiny random-weight Hugging Face models with a real tokenizer, made in code, for the tests."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -61,35 +63,71 @@ _MODELS = {
     ),
 }
 
+# Of real models, as their config.json says.
+QWEN3_0_6B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "initializer_range": 0.02,
+}
+LLAMA_3_2_1B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "initializer_range": 0.02,
+}
+
 
 def make_tiny(
-    folder: Path, kind: str = "llama", max_model_len: int = 1024, num_layers: int = 2
+    folder: Path,
+    kind: str = "llama",
+    max_model_len: int = 1024,
+    num_layers: int = 2,
+    shape: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a model folder (weights, config, tokenizer, chat template) and return it.
 
     `kind` is one of _MODELS; mistral and gemma3 have a sliding window of 48 tokens. The weights,
     norms and biases too, depend on `kind` and `num_layers` alone, and are large enough
-    that logits differ clearly.
+    that logits differ clearly. `shape` replaces what the config says of sizes; the weights are then
+    bfloat16, as large models' are.
     """
     tokenizer = make_tokenizer()
     eos, start, end = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     config_class, model_class, extra = _MODELS[kind]
-    config = config_class(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=num_layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=max_model_len,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-        bos_token_id=start,
-        eos_token_id=end,
-        pad_token_id=eos,
-        **extra,
-    )
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": max_model_len,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+        "bos_token_id": start,
+        "eos_token_id": end,
+        "pad_token_id": eos,
+    }
+    config = config_class(**{**sizes, **extra, **(shape or {})})
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -97,6 +135,8 @@ def make_tiny(
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data += 0.2 * torch.randn(parameter.shape)
+        if shape:
+            model.to(torch.bfloat16)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
