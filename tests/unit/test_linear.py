@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from foreword.engine.linear import Gated, PackedGated, PackedLinear, pack
+from foreword.engine.exact import COUNTS
+from foreword.engine.linear import Gated, PackedGated, PackedLinear, pack, padded_count
 
 PACKS = torch.backends.mkldnn.is_available()
 
@@ -46,6 +47,41 @@ def test_a_gated_product_is_packed_as_one_where_it_is_gated_by_silu(
     assert isinstance(model[0], PackedGated) is (activation == "silu")
     assert all(type(layer) is not nn.Linear for layer in model.modules())
     torch.testing.assert_close(model(rows), expected)
+
+
+def test_few_numbers_of_rows_are_met() -> None:
+    counts = [padded_count(num_rows) for num_rows in range(2049)]
+    assert len(set(counts)) < 60
+    assert counts == sorted(counts)
+    assert counts[:9] == list(range(9))
+    for num_rows, count in enumerate(counts):
+        assert 0 <= count - num_rows <= max(15, num_rows // 8)
+        assert padded_count(count) == count
+    assert padded_count(5000) == 5120
+    assert padded_count(8192) == 8192
+    # What exact mode measures and calls is what it asks for.
+    assert [padded_count(count) for count in COUNTS] == list(COUNTS)
+
+
+@pytest.mark.skipif(not PACKS, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("shape", [(11,), (1, 77), (3, 333)])
+def test_padding_changes_no_row(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    gate, up, down = nn.Linear(96, 40), nn.Linear(96, 40), nn.Linear(40, 7)
+    model = nn.Sequential(Gated(gate, up, ACT2FN["silu"]), down).requires_grad_(False)
+    rows = torch.randn(*shape, 96)
+    expected = model(rows)
+    pack(model)
+    met: list[int] = []
+    product = PackedLinear._pointwise
+
+    def pointwise(layer: PackedLinear, rows: torch.Tensor, function: str) -> torch.Tensor:
+        met.append(rows[..., 0].numel())
+        return product(layer, rows, function)
+
+    monkeypatch.setattr(PackedLinear, "_pointwise", pointwise)
+    torch.testing.assert_close(model(rows), expected)
+    assert met == [padded_count(rows[..., 0].numel())] * 2
 
 
 def test_a_tied_embedding_keeps_its_rows() -> None:
