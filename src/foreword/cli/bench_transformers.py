@@ -5,6 +5,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,26 +19,46 @@ from foreword.engine.model import DTYPES, load_model
 from foreword.engine.runner import Part, Runner
 
 STEPS = 4  # decode steps of one measurement
+BATCH = 8  # sequences that decode together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--prompt", type=count, default=3000, help="tokens")
     parser.add_argument("--pairs", type=count, default=5)
+    parser.add_argument(
+        "--batch", type=count, default=BATCH, help="decodes at once, beside 1; 32 take 10 GB"
+    )
 
 
 class Ours:
-    """A Runner with eight prefilled sequences; the ninth block table is for prefill."""
+    """A Runner with a batch of prefilled sequences; one more block table is for prefill."""
 
-    def __init__(self, args: argparse.Namespace, exact: bool, quantise: str | None = None) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        exact: bool,
+        quantise: str | None = None,
+        batch: int = BATCH,
+    ) -> None:
         model = load_model(args.model, dtype=args.dtype, quantise=quantise)
         self.per_sequence = -(-(args.prompt + STEPS + 1) // BLOCK_SIZE)
-        self.runner = Runner(model, 9 * self.per_sequence, BLOCK_SIZE, exact)
+        self.batch = batch
+        self.runner = Runner(model, (self.batch + 1) * self.per_sequence, BLOCK_SIZE, exact)
         self.prompt = args.prompt
         self.claims, self.reason = self.runner.exactness
 
-    def prefill(self, token_ids: list[int], row: int = 8) -> None:
-        self.runner.step([Part(self.blocks(row), 0, token_ids, True)])
+    def prefill(self, token_ids: list[int], row: int | None = None) -> None:
+        blocks = self.blocks(self.batch if row is None else row)
+        self.runner.step([Part(blocks, 0, token_ids, True)])
+
+    def prefill_batch(self, token_ids: list[int]) -> None:
+        """All sequences: the first is computed, and the others have copies of its KV."""
+        self.prefill(token_ids, 0)
+        num_slots = self.per_sequence * BLOCK_SIZE
+        for pool in (*self.runner.kv.keys, *self.runner.kv.values):
+            by_sequence = pool[: self.batch * num_slots].view(-1, num_slots, *pool.shape[1:])
+            by_sequence[1:] = by_sequence[0]
 
     def blocks(self, row: int) -> range:
         return range(row * self.per_sequence, (row + 1) * self.per_sequence)
@@ -77,20 +98,24 @@ class Plain:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Per figure: median CPU seconds of each side, and medians of the pairs' ratios to plain."""
+    """Per figure: median CPU seconds and tokens per CPU second of each side, and medians of the
+    pairs' ratios to plain."""
     torch.set_num_threads(args.threads)
-    plain, off, on = Plain(args), Ours(args, exact=False), Ours(args, exact=True)
+    plain = Plain(args)
+    off, on = (Ours(args, exact, batch=args.batch) for exact in (False, True))
     token_ids = torch.randint(3, 400, (args.prompt,)).tolist()
-    for batch in (1, 8):
+    batches = sorted({1, args.batch})
+    for batch in batches:
         plain.prefill(token_ids, batch)
     for ours in (off, on):
-        for row in range(8):
-            ours.prefill(token_ids, row)
+        ours.prefill_batch(token_ids)
     figures: dict[str, Callable[[Any], None]] = {
         "prefill": lambda side: side.prefill(token_ids),
-        "decode_batch_1": lambda side: side.decode(1),
-        "decode_batch_8": lambda side: side.decode(8),
     }
+    num_tokens = {"prefill": args.prompt}
+    for batch in batches:
+        figures[f"decode_batch_{batch}"] = partial(_decode, batch)
+        num_tokens[f"decode_batch_{batch}"] = STEPS * batch
     report: dict[str, Any] = {
         "dtype": args.dtype,
         "threads": args.threads,
@@ -105,19 +130,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 work(side)
                 seconds.append(time.process_time() - begin_s)
         plain_s, off_s, on_s = (seconds[1:] for seconds in spent)  # the first warms up
+        median_s = {
+            side: statistics.median(seconds)
+            for side, seconds in (("plain", plain_s), ("off", off_s), ("on", on_s))
+        }
         report[name] = {
-            "cpu_s": dict(
-                zip(
-                    ("plain", "off", "on"),
-                    map(statistics.median, (plain_s, off_s, on_s)),
-                    strict=True,
-                )
-            ),
+            "cpu_s": median_s,
+            "tokens_per_cpu_s": {side: num_tokens[name] / s for side, s in median_s.items()},
             "off_over_plain": _ratio(off_s, plain_s),
             "on_over_plain": _ratio(on_s, plain_s),
             "on_over_off": _ratio(on_s, off_s),
         }
     return report
+
+
+def _decode(batch: int, side: Any) -> None:
+    side.decode(batch)
 
 
 def _ratio(left: list[float], right: list[float]) -> float:
