@@ -37,7 +37,7 @@ class KillReport:
 
     rounds: int = 0
     kills: int = 0
-    stored: int = 0  # what writers said that they stored
+    stored: int = 0  # what writers said that they stored, or found when they started
     expected: int = 0  # of that, not deleted when a round ended; summed over rounds
     found: int = 0  # read back after a round and right; may be more: stored, and killed before
     read: int = 0  # right while others wrote
@@ -108,9 +108,10 @@ def _kv(num_bytes: int, key: RecordKey) -> bytes:
 
 
 class Writer:
-    """One process's cache: how much of each chain it holds. It logs what part it writes, each
-    block that it stored, afterwards, and each that it deletes, before: `* part`, `+ chain
-    position`, `- chain position`; and of reads how many were known and right: `= known right`."""
+    """One process's cache: how much of each chain it holds. It logs what part it writes, `* part`;
+    each block that it found there or stored, afterwards, `+ chain position`; each that it deletes,
+    before, `- chain position`; of reads how many were known and right, `= known right`; and what
+    must not be, `! chain position`."""
 
     def __init__(self, load: Load, seed: int) -> None:
         self.random = random.Random(seed)
@@ -120,11 +121,12 @@ class Writer:
         self.arena = buffers(self.store, _BATCH)
         self.lengths = [0] * _CHAINS
         held: set[Place] = {PLACES[entry.block_hash] for entry in self.store.entries()}
+        say("*", self.store.part)
         for chain, position in sorted(held):
+            say("+", chain, position)
             if position != self.lengths[chain]:
                 say("!", chain, position)  # It came back without its parent.
             self.lengths[chain] += 1
-        say("*", self.store.part)
 
     def step(self) -> None:
         over = sum(self.lengths) + _BATCH - self.store.capacity
@@ -279,6 +281,8 @@ class Rounds:
             self.report.faults.append(f"{store.part}: its table says otherwise")
         if expected - known:
             self.report.faults.append(f"{store.part}: lost {sorted(expected - known)}")
+        if len(known - expected) > _BATCH:  # A put may have been killed before it was logged.
+            self.report.faults.append(f"{store.part}: deleted blocks came back")
         buffer = buffers(store, 1)
         for place in sorted(known):
             key = KEYS[place]
