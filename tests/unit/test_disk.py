@@ -244,6 +244,15 @@ def test_half_made_files_are_cleaned(stores: Stores) -> None:
     }
 
 
+def test_a_part_that_was_being_removed_goes(stores: Stores) -> None:
+    store = stores()
+    put(store, keys_of(1, 3))
+    stores.close(store)
+    os.truncate(stores.table(store).with_suffix(".slots"), 0)
+    assert stores().part != store.part
+    assert not stores.table(store).exists()
+
+
 def test_what_lies_past_the_end_of_the_slots_is_no_record(stores: Stores) -> None:
     store = stores()
     keys = keys_of(1, 6)

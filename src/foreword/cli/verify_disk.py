@@ -261,12 +261,10 @@ class Rounds:
 
     def _audit(self) -> None:
         self._sample(0)
+        stores = [self.load.open() for _ in range(len(list(self.load.folder.glob("*.table"))))]
         for part in [name for name in self.held if not self._table(name).exists()]:
             self.report.parts_dropped += 1
             del self.held[part]
-        stores: list[DiskStore] = []
-        for _ in self.held:
-            stores.append(self.load.open())
         for store in stores:
             self._audit_part(store)
         self._sample(len(stores))

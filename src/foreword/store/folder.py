@@ -202,11 +202,15 @@ class Folder:
                 slots.unlink()
                 continue
             table_fd = lock_table(table)
-            if table_fd is not None:
-                header = os.pread(table_fd, TABLE_HEADER_BYTES, 0)
-                if len(header) < TABLE_HEADER_BYTES or not any(header) or not slots.exists():
-                    self._remove(name)
-                os.close(table_fd)
+            if table_fd is None:
+                continue
+            header = os.pread(table_fd, TABLE_HEADER_BYTES, 0)
+            made = len(header) == TABLE_HEADER_BYTES and any(header) and slots.exists()
+            # Removing starts with the slots, so that their bytes are free at once.
+            removed = made and not slots.stat().st_size and os.fstat(table_fd).st_size > len(header)
+            if removed or not made:
+                self._remove(name)
+            os.close(table_fd)
 
     def _create(self, slot_bytes: int) -> tuple[str, int]:
         self.make_room(part_bytes(0, slot_bytes))
