@@ -173,7 +173,7 @@ class OwnPart(Part):
 
     def by_last_use(self) -> Slots:
         """Slots of all records, least recently used first; of one batch, parents first."""
-        slots = np.flatnonzero(~self._free)
+        slots = np.array(list(self.table.slot_of.values()), np.int64)
         rows = self.table.rows[slots]
         order: Slots = slots[np.lexsort((rows["position"], rows["last_used"]))]
         return order
