@@ -5,7 +5,9 @@ import mmap
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from disks import (
     MIB,
     RECORD_BYTES,
     SLOT_BYTES,
+    QuickStore,
     Stores,
     found,
     hashes_of,
@@ -108,9 +111,8 @@ def test_parts_that_nobody_writes_make_room_oldest_first(stores: Stores) -> None
     put(old, keys_of(1, 20))
     put(new, keys_of(2, 20))
     for store, age_s in ((old, 10), (new, 20)):
-        path = stores.table(store)
-        os.utime(path, ns=(0, path.stat().st_mtime_ns - age_s * 10**9))
         stores.close(store)
+        os.utime(stores.table(store), (0, time.time() - age_s))
     larger = stores(record_bytes=20_000)
     assert larger.part not in (old.part, new.part), "its slots are of another size"
     parts = [{path.name.partition(".")[0] for path in stores.folder.glob("part-*")}]
@@ -216,7 +218,7 @@ def test_a_full_file_system_is_a_refusal(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_locked_once(stores: Stores) -> None:
-    one, other = Folder(stores.folder, MIB), Folder(stores.folder, MIB)
+    one, other = Folder(stores.folder, MIB, 0.0), Folder(stores.folder, MIB, 0.0)
     with one.locked(0) as held:
         assert held
         with other.locked(0.01) as too:
@@ -227,3 +229,23 @@ def test_the_folder_is_locked_once(stores: Stores) -> None:
         assert held
     one.close()
     other.close()
+
+
+def test_a_writer_that_ended_lately_may_come_back_to_its_part(tmp_path: Path) -> None:
+    class Patient(QuickStore):
+        grace_s = DiskStore.grace_s
+
+    first, second = (Patient(tmp_path, MIB, RECORD_BYTES) for _ in range(2))
+    keys = keys_of(1, 20)
+    put(second, keys)
+    second.close()
+    shared = first.capacity
+    assert sum(put(first, [key])[0] for key in keys_of(2, 2 * shared)) >= shared - 2
+    assert len(found(first)) <= shared
+    with closing(Patient(tmp_path, MIB, RECORD_BYTES)) as second:
+        assert found(second) == hashes_of(keys)
+        table = tmp_path / f"{second.part}.table"
+    second.close()
+    os.utime(table, (0, time.time() - 61))
+    assert first.capacity > 2 * shared - 4, "nobody came"
+    first.close()

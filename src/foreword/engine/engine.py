@@ -40,6 +40,7 @@ from foreword.store.codec import record_bytes
 log = logging.getLogger("foreword.engine")
 
 BLOCK_SIZE = 16  # tokens
+IDLE_S = 5.0  # how often the tiers are seen to while nothing else happens
 FLUSH_S = 5.0  # how long what is being written below the device may take at the end
 
 
@@ -273,7 +274,8 @@ class TorchEngine:
             while not (self._inbox or self._clearing or self._streams or self._stopping):
                 if self._draining:
                     self._idle.set()
-                self._wake.wait()
+                if not self._wake.wait(IDLE_S):
+                    break
             letters, clearing = list(self._inbox), self._clearing
             self._inbox.clear()
             self._clearing = []

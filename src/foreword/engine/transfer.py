@@ -30,6 +30,7 @@ NUM_READERS = 4
 PROBE_S = 0.05  # a request waits that long for what a shared tier has
 LOAD_S = 0.25  # and for blocks that long
 LOAD_BYTES_PER_S = 200e6  # and at this rate
+TICK_S = 1.0  # how often a store that has nothing to do may do what it put off
 PAUSE_S = (1.0, 60.0)  # a tier that fails is left alone that long, then twice as long
 
 
@@ -80,6 +81,7 @@ class Lane:
         self.done: deque[Callable[[], None]] = deque()
         self.pending: deque[_Read] = deque()
         self.under_way: dict[_Read, None] = {}
+        self.next_tick_s = 0.0
         self.num_overdue = 0  # reads that ran out of time and have not come back
         self.stats = TierStats(store.name)
         self.reading = Breaker()
@@ -170,6 +172,9 @@ class Transfer:
             tier.writes = lane.outbound.num_free > 0 and lane.writing.allows(now_s)
             if tier.capacity != lane.store.capacity:
                 self._cache.resize(lane.number, lane.store.capacity)
+            if now_s >= lane.next_tick_s and lane.outbound.num_free == lane.outbound.num_cells:
+                lane.next_tick_s = now_s + TICK_S
+                lane.writer.put(partial(self._delete, lane, Drop(lane.number, ())))
         for probe in [probe for probe, until_s in self._asked.items() if until_s <= now_s]:
             self._answer(probe, 0)
         self.perform(self._cache.take_effects())

@@ -30,17 +30,19 @@ _CLOCK_TICK_NS = 100_000_000  # A folder that changed so lately may change again
 class DiskStore:
     """A KVStore for records that are all `record_bytes` long. `put` and `delete` are for one
     thread, everything else for any. What a crowd of writers must give back to a newcomer, it gives
-    in small steps: each `put` or `delete`, with nothing to do too, goes on with it."""
+    in small steps: each `put` or `delete`, with nothing to do too, goes on with it, and writes
+    down what was used."""
 
     name = "disk"
     shared = True
     recount_s = 1.0  # How often to look who else is writing.
+    grace_s = 60.0  # How long the part of a writer that ended is left to it.
 
     def __init__(self, folder: Path, budget_bytes: int, record_bytes: int) -> None:
         """The folder must exist. Raises OSError where it cannot be used."""
         self.record_bytes = record_bytes
         self.slot_bytes = -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._folder = Folder(folder, budget_bytes)
+        self._folder = Folder(folder, budget_bytes, self.grace_s)
         self._others: tuple[tuple[str, Part], ...] = ()
         self._refreshing = threading.Lock()
         self._seen_ns = 0
@@ -80,6 +82,7 @@ class DiskStore:
         return self._own.num_bytes
 
     def entries(self) -> Iterator[Entry]:
+        self._own.note_uses()
         rows = self._own.table.rows[self._own.by_last_use()]
         for block_hash, parent in zip(hashes_of(rows), hashes_of(rows, "parent"), strict=True):
             yield Entry(block_hash, parent)
@@ -133,7 +136,7 @@ class DiskStore:
             self._pause()
 
     def close(self) -> None:
-        """No other call may be in progress."""
+        """No other call may be in progress, and none but this may come."""
         self._own.release()
         for _, part in self._others:
             part.close()
@@ -172,7 +175,8 @@ class DiskStore:
             return True
 
     def _settle(self) -> None:
-        """Come back to the share, if it has become smaller."""
+        """Come back to the share, if it has become smaller; note what was used."""
+        self._own.note_uses()
         capacity = self.capacity
         if self._own.num_slots > capacity and time.monotonic() >= self._paused_until:
             self._own.shrink(capacity, max(1, _MOVE_BYTES // self.slot_bytes), self._step)

@@ -53,8 +53,11 @@ def _most(length: int) -> int:
 class Folder:
     """Raises OSError where the folder is missing or cannot be written."""
 
-    def __init__(self, path: Path, budget_bytes: int) -> None:
+    def __init__(self, path: Path, budget_bytes: int, grace_s: float) -> None:
+        """A part that nobody has written for less than `grace_s` seconds counts as written: its
+        writer may begin anew."""
         self.path = path
+        self.grace_s = grace_s
         self.budget_bytes = budget_bytes
         try:
             self._fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
@@ -64,7 +67,9 @@ class Folder:
         self._thread_lock = threading.Lock()  # The file's lock does not part threads.
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
     @contextmanager
     def locked(self, wait_s: float) -> Iterator[bool]:
@@ -162,26 +167,30 @@ class Folder:
         return name, OwnPart(table_fd, slots_fd, slot_bytes)
 
     def num_writers(self) -> int:
-        """How many parts are being written, our own among them."""
+        """How many parts are being written, our own among them, or were until lately."""
         writers = 0
         for name in self.names():
             table_fd = lock_table(table_path(self.path, name))
-            if table_fd is None:
-                writers += 1
-            else:
+            writers += table_fd is None or self._left_lately(table_fd)
+            if table_fd is not None:
                 os.close(table_fd)
         return max(1, writers)
 
+    def _left_lately(self, table_fd: int) -> bool:
+        return time.time() - os.fstat(table_fd).st_mtime < self.grace_s
+
     def make_room(self, more_bytes: int) -> int:
-        """Delete parts that nobody writes, the one first that was used the longest ago, until
-        there is room for so much more; how much there is, below zero if over budget."""
+        """Delete parts that nobody writes, nor did until lately, the one first that was used the
+        longest ago, until there is room for so much more; how much there is, below zero if over
+        budget."""
         room = self.budget_bytes - self.num_bytes()
         if room >= more_bytes:
             return room
         for name in sorted(self.names(), key=self._last_used):
             table_fd = lock_table(table_path(self.path, name))
             if table_fd is not None:
-                self._remove(name)
+                if not self._left_lately(table_fd):
+                    self._remove(name)
                 os.close(table_fd)
                 room = self.budget_bytes - self.num_bytes()
                 if room >= more_bytes:

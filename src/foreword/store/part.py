@@ -98,7 +98,7 @@ class Part:
         self.slot_bytes = slot_bytes
         self._slots_fd = slots_fd
         self._longest = max(1, min(_MOST_VECTORS // 2, _REQUEST_BYTES // slot_bytes))
-        self.close: Callable[[], object] = weakref.finalize(self, _close, table_fd, slots_fd)
+        self.close = weakref.finalize(self, _close, table_fd, slots_fd)
         self.inode = os.fstat(table_fd).st_ino
 
     def get(self, wanted: Wanted) -> list[int]:
@@ -137,7 +137,8 @@ class OwnPart(Part):
         """The table is locked already."""
         super().__init__(table_fd, slots_fd, slot_bytes)
         self._table_fd = table_fd
-        self._rows_lock = threading.Lock()  # readers write when a record was last used
+        self._rows_lock = threading.Lock()
+        self._used: dict[BlockHash, int] = {}  # when, in ns: not in the table yet
         self._free: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._not_zeroed: set[int] = set()
         self._pages = memoryview(mmap.mmap(-1, self._longest * PAGE_BYTES))
@@ -218,13 +219,18 @@ class OwnPart(Part):
         self._zero(np.array(sorted({*found, *self._not_zeroed}), np.int64))
 
     def used(self, hashes: Sequence[BlockHash]) -> None:
-        """These records were used now, by any thread."""
+        """These records were used now, by any thread. The next `note_uses` writes it down."""
+        self._used.update(dict.fromkeys(hashes, time.time_ns()))
+
+    def note_uses(self) -> None:
+        """Put in the table what was used. Only the order of a later start depends on it."""
+        used, self._used = self._used, {}
         with self._rows_lock:
             slot_of = self.table.slot_of
-            found = [slot for key in hashes if (slot := slot_of.get(key)) is not None]
-            slots = np.array(sorted(found), np.int64)
-            self.table.rows["last_used"][slots] = time.time_ns()
-            with suppress(OSError):  # Only the order of a later start depends on it.
+            when = {slot_of[key]: at for key, at in used.items() if key in slot_of}
+            slots = np.array(sorted(when), np.int64)
+            self.table.rows["last_used"][slots] = [when[slot] for slot in slots.tolist()]
+            with suppress(OSError):
                 self.table.write(slots, self.table.rows[slots].tobytes())
 
     def grow(self, num_slots: int) -> None:
@@ -253,8 +259,11 @@ class OwnPart(Part):
 
     def release(self) -> None:
         """Let others write this part."""
-        with suppress(OSError):
-            fcntl.flock(self._table_fd, fcntl.LOCK_UN)
+        if self.close.alive:
+            self.note_uses()
+            with suppress(OSError):
+                os.utime(self._table_fd)  # so that it counts as left now
+                fcntl.flock(self._table_fd, fcntl.LOCK_UN)
         self.close()
 
     def _still_there(self, slots: Slots, hashes: Sequence[BlockHash]) -> list[bool]:

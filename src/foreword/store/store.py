@@ -61,7 +61,8 @@ class KVStore(Protocol):
         ...
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """Forget own records; those that are not here are no error."""
+        """Forget own records; those that are not here are no error. With none to forget a store may
+        do what it has put off: call it now and then."""
         ...
 
     def close(self) -> None: ...
