@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from echo import EchoEngine
 from foreword.cli.main import main
-from foreword.core.stats import EngineStats, Histogram
+from foreword.core.stats import EngineStats, Histogram, TierStats
 from foreword.server.metrics import SHOWN
 from serving import serving
 
@@ -144,7 +144,10 @@ def test_metrics_are_the_engine_s_counts(http: httpx.Client, engine: EchoEngine)
     ttft_s = Histogram()
     for seconds in (0.005, 0.025, 0.3, 99):
         ttft_s.add(seconds)
-    engine.stats = EngineStats(num_queries=4, num_hit_tokens=12, ttft_s=ttft_s, device_bytes=77)
+    disk = TierStats("disk", num_hit_tokens=5, num_bytes=99, lost={"late": 3}, read_s=ttft_s)
+    engine.stats = EngineStats(
+        num_queries=4, num_hit_tokens=12, ttft_s=ttft_s, device_bytes=77, tiers=(disk,)
+    )
     answer = http.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
@@ -162,7 +165,14 @@ def test_metrics_are_the_engine_s_counts(http: httpx.Client, engine: EchoEngine)
         for sample in family.samples
     }
     assert values["foreword_prefix_cache_queries_total{}"] == 4
-    assert values["foreword_prefix_cache_hit_tokens_total{}"] == 12
+    assert values['foreword_prefix_cache_hit_tokens_total{"tier": "device"}'] == 7
+    assert values['foreword_prefix_cache_hit_tokens_total{"tier": "disk"}'] == 5
+    assert values["foreword_kv_cache_disk_usage_bytes{}"] == 99
+    assert values["foreword_kv_cache_cpu_usage_bytes{}"] == 0
+    assert values['foreword_kv_cache_offload_blocks_lost_total{"reason": "late"}'] == 3
+    assert values['foreword_kv_cache_offload_read_latency_seconds_count{"tier": "disk"}'] == 4, (
+        "one for each read"
+    )
     assert values["foreword_kv_cache_gpu_usage_bytes{}"] == 77
     assert values["foreword_ttft_seconds_count{}"] == 4
     assert values["foreword_ttft_seconds_sum{}"] == pytest.approx(99.33)

@@ -34,7 +34,7 @@ def test_exact_mode_keeps_its_word(
     )
     result = asyncio.run(compare(args))
     assert result["reused_tokens"] > 100
-    assert result["logits_compared"] == 2 * 6 * 3
+    assert result["logits_compared"] == 4 * 6 * 3
     if result["exact"]:
         assert (result["different_prompts"], result["largest_difference"]) == (0, 0)
     else:

@@ -150,7 +150,7 @@ def test_the_worlds_are_worth_running():
     for world in worlds:
         world.run(200)
     total = {fate: sum(world.fates[fate] for world in worlds) for fate in worlds[0].fates}
-    assert min(total.values()) > 5, total
+    assert min(total.values()) >= 5, total
     assert total["loaded"] > 150, total
 
 
