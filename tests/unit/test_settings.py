@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_engine() -> None:
     line = (
         "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
         "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7 "
-        "--host-bytes 2MB --disk 3MB --disk-folder there"
+        "--host-bytes 2MB --disk 3MB:there"
     )
     assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
         model="here",
@@ -112,6 +112,8 @@ def test_more_pool_than_memory_is_refused() -> None:
         ("--dtype float16", "bfloat16"),
         ("--max-model-len 0", "whole number"),
         ("--kv-bytes much", "no size"),
+        ("--disk much", "no size"),
+        ("--disk 10GiB:", "names no folder"),
         ("--thread 2", "did you mean --threads?"),
         ("smollm2", "did you mean --model smollm2?"),
         ("--nothing-like-it", "unrecognized arguments: --nothing-like-it (see"),

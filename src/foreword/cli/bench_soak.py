@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     budgets = {"device": room, "host": room * 3 // 2, "disk": room * 5 // 2}
     with tempfile.TemporaryDirectory(prefix="foreword-bench-") as folder:
         flags += ["--kv-bytes", str(budgets["device"]), "--host-bytes", str(budgets["host"])]
-        flags += ["--disk", str(budgets["disk"]), "--disk-folder", folder]
+        flags += ["--disk", f"{budgets['disk']}:{folder}"]
         with server(*flags) as (client, model):
             load = Load(client, model, args)
             with sampling(client, Path(folder)) as samples:

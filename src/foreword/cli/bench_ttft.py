@@ -115,7 +115,7 @@ def _below(args: argparse.Namespace, prompts: Prompts, flags: list[str]) -> dict
     with server(*flags, "--no-prefix-caching") as (client, model):
         truth = [Answer(client, model, prompt).text for prompt in asked]
     with tempfile.TemporaryDirectory(prefix="foreword-bench-") as folder:
-        room += ["--disk", "4GiB", "--disk-folder", folder]
+        room += ["--disk", f"4GiB:{folder}"]
         with server(*flags, *room, "--host-bytes", "4GiB") as (client, model):
             for prefix in prefixes:
                 Answer(client, model, prompts.warm(prefix, 0))

@@ -46,15 +46,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--disk",
-        type=size_or_none,
-        default=DISK_BYTES,
-        help="disk for KV, which a restart finds again; 0 keeps none (10GiB)",
-    )
-    parser.add_argument(
-        "--disk-folder",
-        type=Path,
-        metavar="DIR",
-        help="where; several servers may share it (the folder that `foreword cache path` names)",
+        type=disk,
+        default=(DISK_BYTES, None),
+        metavar="SIZE[:DIR]",
+        help="disk for KV, which a restart finds again, in a folder that several servers may share "
+        "(10GiB, where `foreword cache path` says); 0 keeps none",
     )
     parser.add_argument("--max-num-seqs", type=count, default=64, help="sequences in one step")
     parser.add_argument(
@@ -120,6 +116,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
                 f"{flag} {num_bytes} is more than this machine's memory, {memory_bytes} bytes",
                 "settings",
             )
+    disk_bytes, disk_folder = args.disk
     return EngineSettings(
         model=args.model,
         served_name=args.name,
@@ -128,8 +125,8 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         max_model_len=args.max_model_len,
         kv_bytes=kv_bytes,
         host_bytes=host_bytes,
-        disk_bytes=args.disk,
-        disk_folder=args.disk_folder or kv_folder(),
+        disk_bytes=disk_bytes,
+        disk_folder=disk_folder or kv_folder(),
         max_num_seqs=args.max_num_seqs,
         max_queue=args.max_queue,
         exact=args.exact == "auto",
@@ -193,6 +190,14 @@ def size(text: str) -> int:
 def size_or_none(text: str) -> int:
     """As `size`, and 0."""
     return 0 if text.strip() == "0" else size(text)
+
+
+def disk(text: str) -> tuple[int, Path | None]:
+    """A size, 0 too, and the folder after a colon if there is one."""
+    num_bytes, colon, folder = text.partition(":")
+    if colon and not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} names no folder: write it as 10GiB:/mnt/kv")
+    return size_or_none(num_bytes), Path(folder) if folder else None
 
 
 def count(text: str) -> int:
