@@ -242,17 +242,20 @@ class TorchEngine:
             self._wake.notify()
 
     def _run(self) -> None:
+        busy_s = 0.0
         try:
             while not self._stopping:
                 self._receive()
-                for probe, num_blocks in self.transfer.settle():
+                for probe, num_blocks in self.transfer.settle(busy_s):
                     self.scheduler.found(probe, num_blocks)
                 step = self.scheduler.schedule()
                 self.transfer.perform(step.loads)
+                begin_s = time.monotonic()
                 if step.work:
                     self._deliver(self._step(step))
                 else:
                     self._await_tiers()
+                busy_s = time.monotonic() - begin_s if step.work else 0.0
         except Exception:
             log.exception("the engine failed and serves no more")
             self._refusal = "The engine failed and serves no more; its log says why."

@@ -8,10 +8,10 @@ asked, and nothing else.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, Chain
 from foreword.core.cache import KVCache
@@ -29,7 +29,7 @@ STAGING_BYTES = 128 << 20  # for each tier and way
 NUM_READERS = 4
 PROBE_S = 0.05  # a request waits that long for what a shared tier has
 LOAD_S = 0.25  # and for blocks that long
-LOAD_BYTES_PER_S = 200e6  # and at this rate
+LOAD_BYTES_PER_S = 100e6  # and at this rate, with all that the tier was asked before
 TICK_S = 1.0  # how often a store that has nothing to do may do what it put off
 PAUSE_S = (1.0, 60.0)  # a tier that fails is left alone that long, then twice as long
 
@@ -46,6 +46,7 @@ class _Read:
     cell: int | None = None
     lost: dict[int, str] = field(default_factory=dict)  # why, by block
     failed: bool = False
+    given_up: bool = False
 
 
 class Breaker:
@@ -87,6 +88,11 @@ class Lane:
         self.reading = Breaker()
         self.writing = Breaker()
         self._wake = wake
+
+    @property
+    def reads(self) -> Iterator[_Read]:
+        """What was asked for and has not come."""
+        return chain(self.under_way, self.pending)
 
     def finish(self, tell: Callable[[], None]) -> None:
         """Called by a thread: let the engine's do the rest."""
@@ -143,7 +149,7 @@ class Transfer:
         """When something has to be given up, by the monotonic clock. None: nothing is awaited."""
         waiting = list(self._asked.values())
         for lane in self._lanes:
-            waiting += [read.deadline_s for read in (*lane.pending, *lane.under_way)]
+            waiting += [read.deadline_s for read in lane.reads]
         return min(waiting, default=None)
 
     def perform(self, effects: Iterable[Load | Store | Drop | Probe]) -> None:
@@ -160,13 +166,17 @@ class Transfer:
                 case Probe():
                     self._probe(lane, effect)
 
-    def settle(self) -> list[tuple[Probe, int]]:
-        """Tell the cache what came and what did not. Returns what was found elsewhere."""
+    def settle(self, busy_s: float) -> list[tuple[Probe, int]]:
+        """Tell the cache what came and what did not. Returns what was found elsewhere. The engine
+        computed for `busy_s` seconds since the last call: so much later is late."""
         now_s = time.monotonic()
         for lane, tier in zip(self._lanes, self._cache.tiers, strict=True):
             while lane.done:
                 lane.done.popleft()()
-            self._give_up(lane, now_s)
+            for read in lane.reads:
+                read.deadline_s += busy_s
+            if any(read.deadline_s <= now_s for read in lane.reads):
+                self._give_up(lane)
             self._pump(lane)
             tier.reads = not lane.num_overdue and lane.reading.allows(now_s)
             tier.writes = lane.outbound.num_free > 0 and lane.writing.allows(now_s)
@@ -190,7 +200,8 @@ class Transfer:
                 lane.store.close()
 
     def _load(self, lane: Lane, load: Load) -> None:
-        size = (load.stop - load.start) * lane.inbound.record_bytes
+        num_blocks = sum(read.stop - read.start for read in lane.reads) + load.stop - load.start
+        size = num_blocks * lane.inbound.record_bytes
         deadline_s = time.monotonic() + LOAD_S + size / LOAD_BYTES_PER_S
         step = lane.inbound.cell_blocks
         for start in range(load.start, load.stop, step):
@@ -218,6 +229,9 @@ class Transfer:
         self, lane: Lane, read: _Read, keys: list[RecordKey], slots: list[memoryview]
     ) -> None:
         """On a thread: bytes into staging, verified at once."""
+        if read.given_up:
+            lane.finish(partial(self._arrived, lane, read))
+            return
         try:
             sizes = lane.store.get([key.block_hash for key in keys], slots)
             for at, (key, slot, size) in enumerate(zip(keys, slots, sizes, strict=True)):
@@ -236,8 +250,8 @@ class Transfer:
 
     def _arrived(self, lane: Lane, read: _Read) -> None:
         assert read.cell is not None
-        if read not in lane.under_way:
-            lane.num_overdue -= 1  # it was given up
+        if read.given_up:
+            lane.num_overdue -= 1
         else:
             del lane.under_way[read]
             lane.stats.read_s.add(time.monotonic() - read.begin_s)
@@ -269,19 +283,19 @@ class Transfer:
                 lane.stats.num_loaded_blocks += stop - start
                 self._cache.loaded(read.load, start, stop)
 
-    def _give_up(self, lane: Lane, now_s: float) -> None:
-        """What is late is lost; the thread that reads it may come back when it can."""
-        late = [read for read in (*lane.pending, *lane.under_way) if read.deadline_s <= now_s]
-        for read in late:
-            if read in lane.under_way:
-                del lane.under_way[read]
-                lane.num_overdue += 1
-            else:
-                lane.pending.remove(read)
-            lane.stats.count_lost("late", read.stop - read.start)
-            self._cache.lost(read.load, read.start, read.stop, gone=False)
-        if late:
-            log.warning("%s: %d reads came too late", lane.store.name, len(late))
+    def _give_up(self, lane: Lane) -> None:
+        """One read is late: what the tier was asked is lost, so that nobody waits behind it. Its
+        threads may come back when they can."""
+        reads = list(lane.reads)
+        lane.num_overdue += len(lane.under_way)
+        lane.pending.clear()
+        lane.under_way.clear()
+        for read in reads:
+            read.given_up = True
+            if not read.load.lease.released:
+                lane.stats.count_lost("late", read.stop - read.start)
+                self._cache.lost(read.load, read.start, read.stop, gone=False)
+        log.warning("%s: a read came too late; %d given up", lane.store.name, len(reads))
 
     def _store(self, lane: Lane, store: Store) -> None:
         step = lane.outbound.cell_blocks
@@ -352,15 +366,15 @@ class Transfer:
             self._found.append((probe, num_blocks))
 
 
-def _keys(chain: Chain, blocks: range) -> list[RecordKey]:
-    width = chain.block_size * TOKEN_BYTES
+def _keys(tokens: Chain, blocks: range) -> list[RecordKey]:
+    width = tokens.block_size * TOKEN_BYTES
     return [
         RecordKey(
-            chain.root,
-            chain.hashes[at - 1] if at else chain.root,
-            chain.hashes[at],
+            tokens.root,
+            tokens.hashes[at - 1] if at else tokens.root,
+            tokens.hashes[at],
             at,
-            bytes(chain.key[at * width : (at + 1) * width]),
+            bytes(tokens.key[at * width : (at + 1) * width]),
         )
         for at in blocks
     ]

@@ -1,0 +1,267 @@
+"""Transfer between a real pool and stores that answer when a test lets them."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foreword.core.block import BlockHash, Chain
+from foreword.core.cache import KVCache
+from foreword.core.lease import Load
+from foreword.core.tier import Tier
+from foreword.engine import staging, transfer
+from foreword.engine.kv import LayerShape, PagedKV
+from foreword.engine.transfer import Breaker, Transfer
+
+ROOT = BlockHash(b"root" * 8)
+SIZE = 4  # tokens of a block
+
+
+class GatedStore:
+    """Keeps records in a dict. Reads and writes wait at a gate each."""
+
+    shared = False
+
+    def __init__(self, name):
+        self.name = name
+        self.capacity = 1000
+        self.num_bytes = 0
+        self.records = {}
+        self.reading, self.writing = threading.Event(), threading.Event()
+        self.reading.set()
+        self.writing.set()
+        self.num_reads = 0
+        self.error = None
+
+    def entries(self):
+        return ()
+
+    def contains(self, hashes):
+        return [h in self.records for h in hashes]
+
+    def get(self, hashes, buffers):
+        self.num_reads += 1
+        assert self.reading.wait(10)
+        if self.error:
+            raise self.error
+        for block_hash, buffer in zip(hashes, buffers, strict=True):
+            record = self.records.get(block_hash, b"")
+            buffer[: len(record)] = record
+        return [len(self.records.get(h, b"")) for h in hashes]
+
+    def put(self, keys, records):
+        assert self.writing.wait(10)
+        if self.error:
+            raise self.error
+        for key, record in zip(keys, records, strict=True):
+            self.records[key.block_hash] = bytes(record)
+        return [True] * len(keys)
+
+    def delete(self, hashes):
+        for block_hash in hashes:
+            self.records.pop(block_hash, None)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A pool of 20 blocks over two tiers whose staging holds two cells of two blocks each."""
+    kv = PagedKV([LayerShape(1, 8, 8, None)] * 2, 20, SIZE, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(staging, "CELL_BYTES", 2 * 4096)
+    monkeypatch.setattr(transfer, "STAGING_BYTES", 4 * 4096)
+    monkeypatch.setattr(transfer, "LOAD_S", 0.2)
+    stores = [GatedStore("fast"), GatedStore("slow")]
+    cache = KVCache(20, SIZE, tiers=[Tier(store.name, 1000) for store in stores])
+    moves = Transfer(cache, kv, stores, lambda: None)
+    yield SimpleNamespace(kv=kv, stores=stores, cache=cache, moves=moves)
+    for store in stores:
+        store.reading.set()
+        store.writing.set()
+    moves.close(5.0)
+
+
+def fill(world, chain):
+    """Compute all blocks of a chain with values of its own; stored, released, forgotten."""
+    lease, _ = world.cache.admit(chain)
+    for at, block_id in enumerate(lease.block_ids[:-1]):
+        for pool in (*world.kv.keys, *world.kv.values):
+            pool[block_id * SIZE : (block_id + 1) * SIZE] = value(chain, at)
+    done = lease.num_computed_tokens
+    while done < len(chain):  # two blocks at a time: as much as a cell holds
+        step = min(2 * SIZE, len(chain) - done)
+        world.cache.filled(lease, step)
+        done += step
+        world.moves.perform(world.cache.take_effects())
+        settle(world, lambda: all(lane.outbound.num_free == 2 for lane in world.moves._lanes))
+    world.cache.release(lease)
+    forget(world)
+
+
+def forget(world):
+    lease, _ = world.cache.admit(Chain(BlockHash(b"else" * 8), SIZE, range(20 * SIZE)))
+    world.cache.release(lease)
+
+
+def value(chain, at):
+    return chain.token_ids[0] + at / 16
+
+
+def settle(world, until):
+    end_s = time.monotonic() + 10
+    while True:
+        world.moves.settle(0.0)
+        if until():
+            return
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+
+
+def admit(world, chain):
+    lease, loads = world.cache.admit(chain)
+    assert all(isinstance(load, Load) for load in loads)
+    world.moves.perform(loads)
+    return lease
+
+
+def holds(world, lease, num_blocks):
+    return all(
+        bool((pool[block_id * SIZE : (block_id + 1) * SIZE] == value(lease.chain, at)).all())
+        for at, block_id in enumerate(lease.block_ids[:num_blocks])
+        for pool in (*world.kv.keys, *world.kv.values)
+    )
+
+
+def chain(first, num_blocks=9):
+    return Chain(ROOT, SIZE, [first, *range(num_blocks * SIZE)])
+
+
+def test_more_than_staging_holds_comes_piece_by_piece(world):
+    fill(world, chain(1))
+    lease = admit(world, chain(1))
+    settle(world, lambda: lease.num_computed_tokens == 9 * SIZE)
+    assert holds(world, lease, 9)
+    stats = world.moves.stats
+    assert [tier.num_loaded_blocks for tier in stats] == [9, 0]
+    assert [tier.num_stored_blocks for tier in stats] == [9, 9]
+    assert world.stores[0].num_reads == 5
+    assert world.moves.next_deadline_s is None
+
+
+def test_a_late_read_gives_up_its_tier_and_no_other(world):
+    fill(world, chain(1))
+    fill(world, chain(2))
+    fast, slow = world.stores
+    fast.reading.clear()
+    first, second = admit(world, chain(1)), admit(world, chain(2))
+    settle(world, lambda: not world.cache.tiers[0].reads)
+    assert world.moves.stats[0].lost == {"late": 18}, "who waited behind it too"
+    assert world.cache.num_computable(first) == world.cache.num_computable(second) == 9 * SIZE + 1
+    world.cache.release(first)
+    again = admit(world, chain(1))
+    settle(world, lambda: again.num_computed_tokens == 9 * SIZE)
+    assert holds(world, again, 9), "from the slow one"
+    assert slow.num_reads > 0
+    num_reads = fast.num_reads
+    fast.reading.set()
+    settle(world, lambda: world.cache.tiers[0].reads)
+    assert fast.num_reads == num_reads <= 2, "what was given up is not read any more"
+    assert all(lane.inbound.num_free == 2 for lane in world.moves._lanes)
+    assert not holds(world, second, 1), "nothing came after it was given up"
+
+
+def test_time_in_which_the_engine_computed_is_not_the_tiers(world):
+    fill(world, chain(1))
+    world.stores[0].reading.clear()
+    lease = admit(world, chain(1))
+    deadline_s = world.moves.next_deadline_s
+    world.moves.settle(100.0)
+    assert world.moves.next_deadline_s == pytest.approx(deadline_s + 100)
+    world.stores[0].reading.set()
+    settle(world, lambda: lease.num_computed_tokens == 9 * SIZE)
+
+
+def test_what_is_behind_others_may_take_longer(world):
+    fill(world, chain(1))
+    fill(world, chain(2))
+    world.stores[0].reading.clear()
+    admit(world, chain(1))
+    deadlines = [read.deadline_s for read in world.moves._lanes[0].reads]
+    admit(world, chain(2))
+    later = [read.deadline_s for read in world.moves._lanes[0].reads][len(deadlines) :]
+    own_s = 9 * world.moves._lanes[0].inbound.record_bytes / transfer.LOAD_BYTES_PER_S
+    assert min(later) - max(deadlines) >= own_s - 1e-6
+
+
+def test_a_released_lease_reads_no_more(world):
+    fill(world, chain(1))
+    world.stores[0].reading.clear()
+    lease = admit(world, chain(1))
+    world.cache.release(lease)
+    world.stores[0].reading.set()
+    settle(world, lambda: not list(world.moves._lanes[0].reads))
+    assert world.stores[0].num_reads <= 2, "what staging had room for"
+    assert world.moves.stats[0].lost == {}
+    assert world.moves.stats[0].num_loaded_blocks == 0
+
+
+def test_what_does_not_fit_in_staging_is_not_stored_and_counted(world):
+    world.stores[0].writing.clear()
+    lease, _ = world.cache.admit(chain(1))
+    world.cache.filled(lease, 9 * SIZE)
+    world.moves.perform(world.cache.take_effects())
+    stats = world.moves.stats[0]
+    assert stats.num_dropped_blocks == 5
+    assert world.cache.tiers[0].num_blocks == 4
+    world.stores[0].writing.set()
+    settle(world, lambda: world.moves.stats[0].num_stored_blocks == 4)
+    world.cache.filled(lease, 1)
+    world.cache.release(lease)
+    lease, [copy] = world.cache.admit(Chain(ROOT, SIZE, [*chain(1).token_ids, *range(9)]))
+    world.cache.filled(lease, copy.num_tokens)
+    world.cache.filled(lease, len(lease.chain) - lease.num_computed_tokens)
+    world.moves.perform(world.cache.take_effects())
+    settle(world, lambda: world.cache.tiers[0].num_ready(lease.chain.hashes, 0, 8) == 8)
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("whatever")])
+def test_a_store_that_raises_is_left_alone_for_a_while(world, error):
+    fill(world, chain(1))
+    world.stores[0].error = error
+    lease = admit(world, chain(1))
+    settle(world, lambda: not world.cache.tiers[0].reads)
+    settle(world, lambda: not list(world.moves._lanes[0].reads))
+    assert world.cache.num_computable(lease) == 9 * SIZE + 1
+    assert world.cache.tiers[0].writes, "writing did not fail"
+    assert world.moves.stats[0].lost == {"failed": 9}
+    assert world.cache.tiers[0].num_blocks == 9, "they may be there still"
+
+
+def test_pauses_get_longer_until_it_works():
+    breaker = Breaker()
+    assert breaker.allows(0.0)
+    breaker.failed(10.0, "it")
+    assert not breaker.allows(10.9)
+    breaker.failed(10.9, "a call that began before")
+    assert breaker.allows(11.0)
+    breaker.failed(11.0, "it")
+    assert not breaker.allows(12.9)
+    assert breaker.allows(13.0)
+    for at in range(20, 1000, 100):
+        breaker.failed(float(at), "it")
+    assert not breaker.allows(979.9)
+    assert breaker.allows(980.0), "a minute at most"
+    breaker.succeeded()
+    breaker.failed(2000.0, "it")
+    assert breaker.allows(2001.0)
+
+
+def test_a_smaller_store_lets_leaves_go(world):
+    fill(world, chain(1))
+    world.stores[0].capacity = 3
+    world.moves.settle(0.0)
+    settle(world, lambda: len(world.stores[0].records) == 3)
+    assert world.cache.tiers[0].num_ready(chain(1).hashes, 0, 9) == 3
