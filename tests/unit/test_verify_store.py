@@ -99,3 +99,13 @@ def test_a_folder_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     assert cli.main(["verify", "--store", (tmp_path / "file").as_uri()]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_writers_that_are_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = verify(capsys, "--kills", "1", "--store", tmp_path.as_uri())
+    assert code == 0
+    assert result["kills"]["rounds"] == 1
+    assert result["kills"]["kills"] >= 2
+    assert result["kills"]["faults"] == []
+    assert not list(tmp_path.iterdir())
+    assert cli.main(["verify", "--kills", "1", "--store", "host:"]) == 2

@@ -1,5 +1,6 @@
 """`foreword verify`: with --exact, does reuse change any answer (`foreword.cli.verify`); with
---store URL, what is read from a store whose place fails.
+--store URL, what is read from a store whose place fails, and with --kills what is left on disk when
+its writers are killed.
 
 Blocks of random bytes are put under a random root, on disk in a scratch folder below the one that
 is named. A fault befalls them, and what is read then, through the check that every reader makes,
@@ -14,12 +15,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from foreword.cli import verify_disk
 from foreword.cli.failure import Failure
 from foreword.cli.scratch import BLOCK_SIZE, Blocks, Tally
 from foreword.cli.settings import count
@@ -37,6 +39,7 @@ KV_BYTES = 90_000  # no whole number of pages
 BUDGET_BYTES = 3 << 20  # twice what they take
 DEADLINE_S = 0.1  # after which a reader goes on without
 NUM_KILLS = 3
+KILL_LOAD = (30_000_000, 128 << 10)  # budget and KV of one record, in bytes
 # Whose blocks are put; other fields' values are other identities.
 OURS = Identity(
     weights="a",
@@ -64,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="is a store's fault ever served: host: or file:///PATH, several times too"
         " (without --exact: both, the path being FOREWORD_CACHE_DIR)",
     )
+    parser.add_argument(
+        "--kills",
+        type=count,
+        metavar="ROUNDS",
+        help="kill two writers of a disk folder at random moments, so often (two seconds each)",
+    )
     exact = parser.add_argument_group("for --exact")
     exact.add_argument("--model", default="smollm2", help="smollm2, or a folder")
     exact.add_argument("--threads", type=count, default=2, help="torch threads")
@@ -74,15 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any] | int:
-    """With --store: `silent`, the number of wrong bytes that were accepted, and `results`. `ok`:
-    none, and exact if that was asked for. The lines of a scorecard where JSON is not asked for."""
+    """With --store: `silent`, the number of wrong bytes that were accepted, and `results`; with
+    --kills `kills`: what all rounds came to. `ok`: no wrong byte, no fault, and exact if that was
+    asked for. The lines of a scorecard where JSON is not asked for."""
     result: dict[str, Any] = {"ok": True}
     if args.exact:
         # Takes torch, which a store does not need.
         from foreword.cli.verify import run as verify_exact
 
         result = verify_exact(args)
-    urls = args.store or ([] if args.exact else ["host:", cache_folder().absolute().as_uri()])
+    urls = args.store or ([] if args.exact or args.kills else ["host:", default_url()])
+    if args.kills:
+        kills = kill_writers(args.store or [default_url()], args.kills, args.seed)
+        result = {**result, "ok": result["ok"] and not kills["faults"], "kills": kills}
     if not urls:
         return result
     results = [row for url in urls for row in try_store(url, args.seed)]
@@ -92,6 +105,28 @@ def run(args: argparse.Namespace) -> Mapping[str, Any] | int:
         return result
     print_scorecard(results, silent)
     return {name: value for name, value in result.items() if name != "results"}
+
+
+def default_url() -> str:
+    return cache_folder().absolute().as_uri()
+
+
+def kill_writers(urls: list[str], num_rounds: int, seed: int) -> dict[str, Any]:
+    """On the first folder that is named."""
+    parents = [_folder_of(url) for url in urls if url != "host:"]
+    if not parents:
+        raise Failure("--kills needs a folder: --store file:///PATH", "usage")
+    with scratch_folder(parents[0]) as scratch:
+        folder = scratch / "kv"
+        folder.mkdir()
+        report = verify_disk.run(verify_disk.Load(folder, *KILL_LOAD), num_rounds, seed)
+    return asdict(report)
+
+
+def _folder_of(url: str) -> Path:
+    if not url.startswith("file:///"):
+        raise Failure(f"--store {url} is no store: host: or file:///PATH", "usage")
+    return Path(unquote(urlsplit(url).path))
 
 
 def print_scorecard(results: list[dict[str, Any]], silent: int) -> None:
@@ -105,11 +140,9 @@ def try_store(url: str, seed: int) -> list[dict[str, Any]]:
     """A row for each fault. Raises Failure for a URL that names no store."""
     if url == "host:":
         return [row("host", *tried) for tried in _faults(None, seed)]
-    if url.startswith("file:///"):
-        with scratch_folder(Path(unquote(urlsplit(url).path))) as folder:
-            tried_all = (*_faults(folder, seed), *_damages(folder, seed))
-            return [row("disk", *tried) for tried in tried_all]
-    raise Failure(f"--store {url} is no store: host: or file:///PATH", "usage")
+    with scratch_folder(_folder_of(url)) as folder:
+        tried_all = (*_faults(folder, seed), *_damages(folder, seed))
+        return [row("disk", *tried) for tried in tried_all]
 
 
 def row(store: str, fault: str, tally: Tally) -> dict[str, Any]:
