@@ -76,6 +76,13 @@ class QuickStore(DiskStore):
 
     recount_s = grace_s = 0.0
 
+    @property
+    def capacity(self) -> int:
+        with self._folder.locked(0) as held:
+            if held:
+                self._recount()
+        return super().capacity
+
 
 class Stores:
     """Opens stores on one folder and closes them in the end."""

@@ -109,7 +109,7 @@ class World:
             self.slots.compute(sequence.lease, num_tokens)
             self.report.prefilled += num_tokens if not sequence.is_decoding else 0
         ready = [s for s, num_tokens in step.work if self.scheduler.settle(s, num_tokens)]
-        self.perform(self.cache.take_effects())
+        self.perform(self.cache.lower.take_effects())
         for sequence in ready:
             lease = sequence.lease
             block, offset = divmod(lease.num_computed_tokens - 1, self.block_size)

@@ -199,7 +199,7 @@ def test_a_tier_that_hangs_delays_nobody_beyond_its_deadline(
             for _ in range(200):
                 await asyncio.sleep(0.01)
                 await ask(engine, PROMPTS[2][:20], SAMPLING)
-                if engine.cache.tiers[0].reads:
+                if engine.cache.lower.tiers[0].reads:
                     break
             assert lane.inbound.num_free == lane.inbound.num_cells, "all staging came back"
             await answers(engine, PROMPTS)

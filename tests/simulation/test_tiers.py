@@ -32,7 +32,7 @@ class TieredWorld(World):
         self.seed = seed
         super().__init__(seed)
         rate = self.random.choice([0.0, 0.05, 0.4]) if faults is None else faults
-        self.places = [Place(rate) for _ in self.cache.tiers]
+        self.places = [Place(rate) for _ in self.cache.lower.tiers]
         self.probes = []
         self.num_loads = self.num_reported = 0
         self.fates = dict.fromkeys(("loaded", "missing", "late", "unwanted"), 0)
@@ -79,7 +79,7 @@ class TieredWorld(World):
             if place.others and draw.random() < 0.1:
                 del place.others[draw.choice(sorted(place.others))]
             if draw.random() < place.faults / 10:
-                self.cache.resize(number, draw.randint(0, 30))
+                self.cache.lower.resize(number, draw.randint(0, 30))
         for probe in [probe for probe in self.probes if draw.random() < 0.5]:
             self.probes.remove(probe)
             others = self.places[probe.tier].others
@@ -89,7 +89,7 @@ class TieredWorld(World):
         for entry in [load for load in self.loads if draw.random() < 0.4]:
             self.loads.remove(entry)
             self.arrive(*entry)
-        self.perform(self.cache.take_effects())
+        self.perform(self.cache.lower.take_effects())
 
     def write(self, number, place, hashes, contents):
         for at, block_hash in enumerate(hashes):
@@ -101,7 +101,7 @@ class TieredWorld(World):
                 place.held[block_hash] = contents[at]
                 if self.random.random() < 0.2:
                     place.others[block_hash] = contents[at]
-            self.cache.stored(number, [block_hash], ok=ok)
+            self.cache.lower.stored(number, [block_hash], ok=ok)
 
     def arrive(self, load, start, stop):
         place, lease = self.places[load.tier], load.lease
@@ -125,7 +125,7 @@ class TieredWorld(World):
     def step(self):
         super().step()
         self.work_of_tiers()
-        for tier, place in zip(self.cache.tiers, self.places, strict=True):
+        for tier, place in zip(self.cache.lower.tiers, self.places, strict=True):
             check_tier(tier)
             writing = {h for hashes, _ in place.queue for h in hashes}
             kept = {h for h, e in tier._entries.items() if e.kept is not Kept.ABSENT}
@@ -157,11 +157,11 @@ def test_the_worlds_are_worth_running():
 @pytest.mark.parametrize("seed", range(10))
 def test_a_tier_that_loses_nothing_keeps_no_block_without_its_parent(seed):
     world = TieredWorld(seed, faults=0)
-    for tier in world.cache.tiers:
+    for tier in world.cache.lower.tiers:
         tier.shared = False
     report = world.run(60)
     assert report.answers
-    for tier in world.cache.tiers:
+    for tier in world.cache.lower.tiers:
         roots = {s for s, _, _ in report.answers.values()}
         for entry in tier._entries.values():
             if entry.kept is not Kept.ABSENT:

@@ -24,11 +24,11 @@ def run(cache, *tokens):
         assert isinstance(copy, Copy)
         cache.filled(lease, copy.num_tokens)
     cache.filled(lease, len(tokens) - lease.num_computed_tokens)
-    stores = cache.take_effects()
+    stores = cache.lower.take_effects()
     for effect in stores:
         if isinstance(effect, Store):
             hashes = effect.chain.hashes[effect.start :][: len(effect.block_ids)]
-            cache.stored(effect.tier, hashes, ok=True)
+            cache.lower.stored(effect.tier, hashes, ok=True)
     cache.release(lease)
     return stores
 
@@ -45,13 +45,13 @@ def test_full_blocks_are_stored_when_published():
     lease, _ = cache.admit(chain(1, 2, 3, 4, 5))
     cache.filled(lease, 3)
     stores = [Store(tier, lease.chain, 0, (lease.block_ids[0],)) for tier in (0, 1)]
-    assert cache.take_effects() == stores
-    assert cache.take_effects() == []
+    assert cache.lower.take_effects() == stores
+    assert cache.lower.take_effects() == []
     cache.filled(lease, 2)
     stores = [Store(tier, lease.chain, 1, (lease.block_ids[1],)) for tier in (0, 1)]
-    assert cache.take_effects() == stores
+    assert cache.lower.take_effects() == stores
     cache.release(lease)
-    assert cache.take_effects() == [], "an unfinished block is for the device only"
+    assert cache.lower.take_effects() == [], "an unfinished block is for the device only"
 
 
 def test_what_was_evicted_is_loaded_and_can_be_used_by_others():
@@ -72,7 +72,7 @@ def test_what_was_evicted_is_loaded_and_can_be_used_by_others():
     assert (effects, other.num_reused_tokens, other.restored) == ([], 4, {})
     check_pool(cache, [lease, other])
     check_index(cache)
-    assert cache.take_effects() == [], "the tier has them still"
+    assert cache.lower.take_effects() == [], "the tier has them still"
 
 
 def test_the_last_token_is_computed_though_a_tier_has_its_block():
@@ -115,11 +115,11 @@ def test_what_is_gone_is_stored_again():
     cache.loaded(load, 0, 1)
     cache.lost(load, 1, 2, gone=True)
     cache.loaded(load, 2, 3)
-    assert cache.take_effects() == [Drop(0, (lease.chain.hashes[1],))]
+    assert cache.lower.take_effects() == [Drop(0, (lease.chain.hashes[1],))]
     check_tier(tier)
     cache.filled(lease, 2)
-    assert cache.take_effects() == [Store(0, lease.chain, 1, (lease.block_ids[1],))]
-    cache.stored(0, [lease.chain.hashes[1]], ok=True)
+    assert cache.lower.take_effects() == [Store(0, lease.chain, 1, (lease.block_ids[1],))]
+    cache.lower.stored(0, [lease.chain.hashes[1]], ok=True)
     assert tier.num_ready(lease.chain.hashes, 0, 3) == 3
 
 
@@ -148,7 +148,7 @@ def test_a_partial_block_is_copied_where_no_tier_has_it_whole():
     lease, [copy] = cache.admit(chain(1, 2, 3, 4, 5, 6))
     assert isinstance(copy, Copy)
     cache.release(lease)
-    tier = cache.tiers[0]
+    tier = cache.lower.tiers[0]
     tier.restore([(chain(1, 2, 3, 4, 5, 6).hashes[2], chain(1, 2, 3, 4).hashes[1])])
     lease, [load] = cache.admit(chain(1, 2, 3, 4, 5, 6, 7))
     assert (load.start, load.stop) == (2, 3)
@@ -177,11 +177,11 @@ def test_what_others_have_is_loaded_and_not_stored_again():
     lease, [load] = cache.admit(chain(*range(9)), elsewhere={0: 3})
     assert (load.start, load.stop) == (0, 3)
     cache.loaded(load, 0, 2)
-    assert cache.take_effects() == []
+    assert cache.lower.take_effects() == []
     cache.lost(load, 2, 3, gone=True)
-    assert cache.take_effects() == [Drop(0, (lease.chain.hashes[2],))]
+    assert cache.lower.take_effects() == [Drop(0, (lease.chain.hashes[2],))]
     cache.filled(lease, 5)
-    assert cache.take_effects() == [Store(0, lease.chain, 2, tuple(lease.block_ids[2:4]))]
+    assert cache.lower.take_effects() == [Store(0, lease.chain, 2, tuple(lease.block_ids[2:4]))]
     check_tier(tier)
 
 
@@ -190,17 +190,17 @@ def test_a_store_that_failed_is_tried_again_and_dropped_in_between():
     cache = cache_with(tier)
     lease, _ = cache.admit(chain(*range(7)))
     cache.filled(lease, 4)
-    [store] = cache.take_effects()
-    cache.stored(0, lease.chain.hashes[:2], ok=False)
-    assert cache.take_effects() == [Drop(0, tuple(lease.chain.hashes[:2]))]
+    [store] = cache.lower.take_effects()
+    cache.lower.stored(0, lease.chain.hashes[:2], ok=False)
+    assert cache.lower.take_effects() == [Drop(0, tuple(lease.chain.hashes[:2]))]
     tier.writes = False
     cache.filled(lease, 2)
-    assert cache.take_effects() == []
+    assert cache.lower.take_effects() == []
     tier.writes = True
     cache.release(lease)
     lease, _ = cache.admit(chain(*range(9)))
     cache.filled(lease, 9 - lease.num_computed_tokens)
-    [store] = cache.take_effects()
+    [store] = cache.lower.take_effects()
     assert (store.start, len(store.block_ids)) == (0, 4)
 
 
@@ -212,10 +212,10 @@ def test_room_is_made_before_a_store():
     drop, store = run(cache, 8, 9, 7)
     assert drop == Drop(0, (chain(1, 2).hashes[0],))
     assert store.start == 0
-    cache.resize(0, 1)
-    assert cache.take_effects() == [Drop(0, (chain(5, 6).hashes[0],))]
-    cache.resize(0, 5)
-    assert cache.take_effects() == []
+    cache.lower.resize(0, 1)
+    assert cache.lower.take_effects() == [Drop(0, (chain(5, 6).hashes[0],))]
+    cache.lower.resize(0, 5)
+    assert cache.lower.take_effects() == []
 
 
 def test_a_prompt_that_the_device_knows_counts_as_used_below():
@@ -248,7 +248,7 @@ def test_clear_empties_the_tiers():
     cache = cache_with(tier)
     run(cache, 1, 2, 3, 4, 5)
     assert cache.clear()
-    assert cache.take_effects() == [Drop(0, tuple(chain(1, 2, 3, 4).hashes))]
+    assert cache.lower.take_effects() == [Drop(0, tuple(chain(1, 2, 3, 4).hashes))]
     assert tier.num_blocks == 0
 
 
@@ -259,5 +259,5 @@ def test_a_released_lease_wants_nothing_more():
     lease, [load] = cache.admit(chain(1, 2, 3, 4, 5))
     cache.release(lease)
     cache.lost(load, 0, 2, gone=True)
-    assert cache.take_effects() == [Drop(0, tuple(lease.chain.hashes))]
+    assert cache.lower.take_effects() == [Drop(0, tuple(lease.chain.hashes))]
     assert cache.pool.num_leased == 0

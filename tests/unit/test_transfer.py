@@ -11,9 +11,10 @@ from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Load
 from foreword.core.tier import Tier
-from foreword.engine import staging, transfer
+from foreword.engine import lane, staging, transfer
 from foreword.engine.kv import LayerShape, PagedKV
-from foreword.engine.transfer import Breaker, Transfer
+from foreword.engine.lane import Breaker
+from foreword.engine.transfer import Transfer
 
 ROOT = BlockHash(b"root" * 8)
 SIZE = 4  # tokens of a block
@@ -63,6 +64,9 @@ class GatedStore:
         for block_hash in hashes:
             self.records.pop(block_hash, None)
 
+    def tend(self):
+        pass
+
     def close(self):
         pass
 
@@ -72,11 +76,11 @@ def world(monkeypatch):
     """A pool of 20 blocks over two tiers whose staging holds two cells of two blocks each."""
     kv = PagedKV([LayerShape(1, 8, 8, None)] * 2, 20, SIZE, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(staging, "CELL_BYTES", 2 * 4096)
-    monkeypatch.setattr(transfer, "STAGING_BYTES", 4 * 4096)
+    monkeypatch.setattr(lane, "STAGING_BYTES", 4 * 4096)
     monkeypatch.setattr(transfer, "LOAD_S", 0.2)
     stores = [GatedStore("fast"), GatedStore("slow")]
     cache = KVCache(20, SIZE, tiers=[Tier(store.name, 1000) for store in stores])
-    moves = Transfer(cache, kv, stores, lambda: None)
+    moves = Transfer(cache, kv, stores, 1, lambda: None)
     yield SimpleNamespace(kv=kv, stores=stores, cache=cache, moves=moves)
     for store in stores:
         store.reading.set()
@@ -95,7 +99,7 @@ def fill(world, chain):
         step = min(2 * SIZE, len(chain) - done)
         world.cache.filled(lease, step)
         done += step
-        world.moves.perform(world.cache.take_effects())
+        world.moves.perform(world.cache.lower.take_effects())
         settle(world, lambda: all(lane.outbound.num_free == 2 for lane in world.moves._lanes))
     world.cache.release(lease)
     forget(world)
@@ -157,7 +161,7 @@ def test_a_late_read_gives_up_its_tier_and_no_other(world):
     fast, slow = world.stores
     fast.reading.clear()
     first, second = admit(world, chain(1)), admit(world, chain(2))
-    settle(world, lambda: not world.cache.tiers[0].reads)
+    settle(world, lambda: not world.cache.lower.tiers[0].reads)
     assert world.moves.stats[0].lost == {"late": 18}, "who waited behind it too"
     assert world.cache.num_computable(first) == world.cache.num_computable(second) == 9 * SIZE + 1
     world.cache.release(first)
@@ -167,7 +171,7 @@ def test_a_late_read_gives_up_its_tier_and_no_other(world):
     assert slow.num_reads > 0
     num_reads = fast.num_reads
     fast.reading.set()
-    settle(world, lambda: world.cache.tiers[0].reads)
+    settle(world, lambda: world.cache.lower.tiers[0].reads)
     assert fast.num_reads == num_reads <= 2, "what was given up is not read any more"
     assert all(lane.inbound.num_free == 2 for lane in world.moves._lanes)
     assert not holds(world, second, 1), "nothing came after it was given up"
@@ -177,9 +181,11 @@ def test_time_in_which_the_engine_computed_is_not_the_tiers(world):
     fill(world, chain(1))
     world.stores[0].reading.clear()
     lease = admit(world, chain(1))
-    deadline_s = world.moves.next_deadline_s
+    deadlines = [read.deadline_s for read in world.moves._lanes[0].reads]
     world.moves.settle(100.0)
-    assert world.moves.next_deadline_s == pytest.approx(deadline_s + 100)
+    later = [read.deadline_s for read in world.moves._lanes[0].reads]
+    gained = [after - before for before, after in zip(deadlines, later, strict=True)]
+    assert gained == pytest.approx([0, 0, 100, 100, 100]), "of those that wait for staging"
     world.stores[0].reading.set()
     settle(world, lambda: lease.num_computed_tokens == 9 * SIZE)
 
@@ -212,10 +218,10 @@ def test_what_does_not_fit_in_staging_is_not_stored_and_counted(world):
     world.stores[0].writing.clear()
     lease, _ = world.cache.admit(chain(1))
     world.cache.filled(lease, 9 * SIZE)
-    world.moves.perform(world.cache.take_effects())
+    world.moves.perform(world.cache.lower.take_effects())
     stats = world.moves.stats[0]
     assert stats.num_dropped_blocks == 5
-    assert world.cache.tiers[0].num_blocks == 4
+    assert world.cache.lower.tiers[0].num_blocks == 4
     world.stores[0].writing.set()
     settle(world, lambda: world.moves.stats[0].num_stored_blocks == 4)
     world.cache.filled(lease, 1)
@@ -223,8 +229,8 @@ def test_what_does_not_fit_in_staging_is_not_stored_and_counted(world):
     lease, [copy] = world.cache.admit(Chain(ROOT, SIZE, [*chain(1).token_ids, *range(9)]))
     world.cache.filled(lease, copy.num_tokens)
     world.cache.filled(lease, len(lease.chain) - lease.num_computed_tokens)
-    world.moves.perform(world.cache.take_effects())
-    settle(world, lambda: world.cache.tiers[0].num_ready(lease.chain.hashes, 0, 8) == 8)
+    world.moves.perform(world.cache.lower.take_effects())
+    settle(world, lambda: world.cache.lower.tiers[0].num_ready(lease.chain.hashes, 0, 8) == 8)
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("whatever")])
@@ -232,12 +238,12 @@ def test_a_store_that_raises_is_left_alone_for_a_while(world, error):
     fill(world, chain(1))
     world.stores[0].error = error
     lease = admit(world, chain(1))
-    settle(world, lambda: not world.cache.tiers[0].reads)
+    settle(world, lambda: not world.cache.lower.tiers[0].reads)
     settle(world, lambda: not list(world.moves._lanes[0].reads))
     assert world.cache.num_computable(lease) == 9 * SIZE + 1
-    assert world.cache.tiers[0].writes, "writing did not fail"
+    assert world.cache.lower.tiers[0].writes, "writing did not fail"
     assert world.moves.stats[0].lost == {"failed": 9}
-    assert world.cache.tiers[0].num_blocks == 9, "they may be there still"
+    assert world.cache.lower.tiers[0].num_blocks == 9, "they may be there still"
 
 
 def test_pauses_get_longer_until_it_works():
@@ -264,4 +270,4 @@ def test_a_smaller_store_lets_leaves_go(world):
     world.stores[0].capacity = 3
     world.moves.settle(0.0)
     settle(world, lambda: len(world.stores[0].records) == 3)
-    assert world.cache.tiers[0].num_ready(chain(1).hashes, 0, 9) == 3
+    assert world.cache.lower.tiers[0].num_ready(chain(1).hashes, 0, 9) == 3

@@ -12,7 +12,8 @@ from enum import Enum
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from foreword.core.index import Node, RadixIndex
-from foreword.core.lease import BlockState, Copy, Drop, Lease, Load, Probe, Store
+from foreword.core.lease import BlockState, Copy, Lease, Load, Probe
+from foreword.core.lower import LowerTiers
 from foreword.core.pool import BlockPool
 from foreword.core.tier import Tier
 
@@ -41,23 +42,25 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size)
         self.reuse = reuse
-        self.tiers = tuple(tiers) if reuse else ()
+        self.lower = LowerTiers(tiers if reuse else ())
         self.num_evicted_blocks = 0  # since start
         self._record_events = record_events
         self._events: list[KVEvent] = []
-        self._effects: list[Store | Drop] = []
         self._leaders: dict[BlockHash, Lease] = {}
 
     def probe(self, chain: Chain) -> list[Probe]:
         """What to ask the shared tiers before `chain` is admitted: where nothing nearer has all."""
         stop = self._num_reusable(chain)
         _, matched = self._match(chain)
-        runs = self._below(chain, len(matched), {})
+        runs = self.lower.runs(chain, len(matched), stop, {})
         start = runs[-1][2] if runs else len(matched)
         if start == stop:
             return []
-        shared = [number for number, tier in enumerate(self.tiers) if tier.shared and tier.reads]
-        return [Probe(number, chain, start) for number in shared]
+        return [
+            Probe(number, chain, start)
+            for number, tier in enumerate(self.lower.tiers)
+            if tier.shared and tier.reads
+        ]
 
     def admit(
         self, chain: Chain, *, match: bool = True, elsewhere: Mapping[int, int] | None = None
@@ -74,20 +77,23 @@ class KVCache:
         start = len(matched)
         if match and start < len(chain.hashes) and self._awaited(node, chain.hashes[start]):
             return Refusal.PASSED_OVER
-        runs = self._below(chain, start, elsewhere or {}) if match else []
         self.pool.pin(matched)
+        num_fresh = self._num_blocks(len(chain)) - start
+        if num_fresh > self.pool.num_free:
+            self.pool.unpin(matched)
+            return Refusal.NO_ROOM
+        stop = self._num_reusable(chain) if match else start
+        runs = self.lower.runs(chain, start, stop, elsewhere or {})
         source = self._closest(node, chain, start) if match and not runs else None
         if source is not None:
             self.pool.pin((source[0],))
-        fresh = self._take(self._num_blocks(len(chain)) - start)
+        fresh = self._take(num_fresh)
         if fresh is None and source is not None:
             # The copy's source is pinned only for the copy: do without it rather than wait.
             self.pool.unpin((source[0],))
             source = None
-            fresh = self._take(self._num_blocks(len(chain)) - start)
-        if fresh is None:
-            self.pool.unpin(matched)
-            return Refusal.NO_ROOM
+            fresh = self._take(num_fresh)
+        assert fresh is not None
         states = bytearray([BlockState.READY] * start + [BlockState.BLANK] * len(fresh))
         end = node if start else None
         num_reused = start * self.block_size
@@ -96,7 +102,9 @@ class KVCache:
         self._lead(lease)
         if source is None:
             for number, first, stop in runs:
-                self.tiers[number].touch(chain.hashes, stop)  # so that it stays until it is read
+                self.lower.tiers[number].touch(
+                    chain.hashes, stop
+                )  # so that it stays until it is read
                 states[first:stop] = bytes([BlockState.LOADING]) * (stop - first)
             return lease, [Load(lease, *run) for run in runs]
         lease.copy = Copy(source[0], fresh[0], source[1])
@@ -155,37 +163,10 @@ class KVCache:
         damaged. They will be computed; what is gone is stored again then."""
         lease = load.lease
         if gone:
-            tier = self.tiers[load.tier]
-            for block_hash in lease.chain.hashes[start:stop]:
-                tier.remove(block_hash)
-            lease.elsewhere = {
-                number: min(num, start) if number == load.tier else num
-                for number, num in lease.elsewhere.items()
-            }
-            self._effects.append(Drop(load.tier, tuple(lease.chain.hashes[start:stop])))
+            self.lower.forget(load, start, stop)
         if not lease.released:
             assert set(lease.states[start:stop]) == {BlockState.LOADING}
             lease.states[start:stop] = bytes(stop - start)
-
-    def stored(self, tier: int, hashes: Sequence[BlockHash], *, ok: bool) -> None:
-        """What came of a Store, or of a part of it."""
-        for block_hash in hashes:
-            if ok:
-                self.tiers[tier].stored(block_hash)
-            else:
-                self.tiers[tier].remove(block_hash)
-        if not ok:  # another Store of it may be under way, which nobody would know of now
-            self._drop(tier, list(hashes))
-
-    def resize(self, tier: int, capacity: int) -> None:
-        """A tier has room for more or fewer blocks than before."""
-        self.tiers[tier].capacity = capacity
-        self._drop(tier, self.tiers[tier].make_room())
-
-    def take_effects(self) -> list[Store | Drop]:
-        """What to do since the last call, in order. Ask after each call that publishes or loses."""
-        effects, self._effects = self._effects, []
-        return effects
 
     def publish_end(self, lease: Lease) -> Node | None:
         """Let others copy from the lease's unfinished last block, as far as it is computed.
@@ -218,8 +199,7 @@ class KVCache:
         self.pool.unpin(lease.block_ids)
         if leaf is not None:
             self.index.touch(leaf)
-        for tier in self.tiers:
-            tier.touch(lease.chain.hashes, lease.num_published)
+        self.lower.touch(lease)
 
     def clear(self) -> bool:
         """Forget everything cached, in our part of the tiers too. False, and nothing changed, while
@@ -228,8 +208,7 @@ class KVCache:
             return False
         self.pool = BlockPool(self.pool.num_blocks)
         self.index = RadixIndex(self.block_size)
-        for number, tier in enumerate(self.tiers):
-            self._drop(number, tier.clear())
+        self.lower.clear()
         if self._record_events:
             self._events.append(AllBlocksCleared())
         return True
@@ -249,25 +228,6 @@ class KVCache:
     def _num_reusable(self, chain: Chain) -> int:
         """How many blocks may be known already: the last token is computed."""
         return (len(chain) - 1) // self.block_size
-
-    def _below(
-        self, chain: Chain, start: int, elsewhere: Mapping[int, int]
-    ) -> list[tuple[int, int, int]]:
-        """Where blocks from `start` on come from, without a gap, each from the fastest tier that
-        has it: tier, first block, end."""
-        runs: list[tuple[int, int, int]] = []
-        stop = self._num_reusable(chain)
-        at = -1
-        while at < start < stop:
-            at = start
-            for number, tier in enumerate(self.tiers):
-                if tier.reads:
-                    own = start + tier.num_ready(chain.hashes, start, stop)
-                    end = max(own, min(elsewhere.get(number, 0), stop))
-                    if end > start:
-                        runs.append((number, start, end))
-                        start = end
-        return runs
 
     def _closest(self, node: Node, chain: Chain, start: int) -> tuple[BlockId, int] | None:
         """The slot whose first tokens continue `chain` after block `start`, and how many do."""
@@ -321,8 +281,7 @@ class KVCache:
         lease.num_published, lease.end = full, node
         self._follow(lease)
         self._lead(lease)
-        for number in range(len(self.tiers)):
-            self._store(lease, number)
+        self.lower.keep(lease)
 
     def _advance(self, lease: Lease) -> None:
         """Pass what a load has filled, and publish what is contiguous and ready."""
@@ -337,33 +296,6 @@ class KVCache:
         )
         if self.reuse and full > lease.num_published:
             self._publish(lease, full)
-
-    def _store(self, lease: Lease, number: int) -> None:
-        """Let a tier have all published blocks of a lease that it lacks. Parents first: a child is
-        kept only below its parent."""
-        tier, hashes, stop = self.tiers[number], lease.chain.hashes, lease.num_published
-        if not tier.writes:
-            return
-        at = min(lease.elsewhere.get(number, 0), stop)
-        while (at := at + tier.num_kept(hashes, at, stop)) < stop:
-            tier.touch(hashes, at)
-            first = at
-            dropped: list[BlockHash] = []
-            while at < stop and not tier.num_kept(hashes, at, at + 1):
-                parent = hashes[at - 1] if at else lease.chain.root
-                dropped += tier.make_room(protected=parent)
-                if not tier.claim(hashes[at], parent):
-                    stop = at  # its own parents fill it
-                    break
-                at += 1
-            self._drop(number, dropped)
-            if at > first:
-                block_ids = tuple(lease.block_ids[first:at])
-                self._effects.append(Store(number, lease.chain, first, block_ids))
-
-    def _drop(self, tier: int, hashes: list[BlockHash]) -> None:
-        if hashes:
-            self._effects.append(Drop(tier, tuple(hashes)))
 
     def _end(self, lease: Lease) -> Node:
         return lease.end if lease.end is not None else self.index.root(lease.chain.root)

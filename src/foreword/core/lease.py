@@ -86,6 +86,7 @@ class Lease:
     end: Node | None
     restored: dict[int, int] = field(default_factory=dict)
     elsewhere: Mapping[int, int] = field(default_factory=dict)  # leading blocks, by tier, of others
+    num_stored: dict[int, int] = field(default_factory=dict)  # leading blocks that a tier kept
     copy: Copy | None = None
     leads: BlockHash | None = None  # the block that others wait for
     released: bool = False

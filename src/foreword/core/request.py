@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from foreword.core.errors import RequestError
 from foreword.core.stats import EngineStats
 
 FinishReason = Literal["stop", "length"]
@@ -132,3 +133,19 @@ class Engine(Protocol):
         """Forget all known prefixes. False, and nothing is forgotten, while any request runs.
         Raises EngineStopped."""
         ...
+
+
+def check_request(request: Request, card: ModelCard) -> None:
+    """Raises RequestError for one that could never be served."""
+    total = len(request.prompt) + request.sampling.max_tokens
+    if not request.prompt:
+        raise RequestError("The prompt is empty: send at least one token.", "prompt")
+    if min(request.prompt) < 0 or max(request.prompt) >= card.vocab_size:
+        raise RequestError(f"Token ids must lie from 0 to {card.vocab_size - 1}.", "prompt")
+    if total > card.max_model_len:
+        raise RequestError(
+            f"The prompt has {len(request.prompt)} tokens and max_tokens is "
+            f"{request.sampling.max_tokens}: together {total}, over the limit of "
+            f"{card.max_model_len}.",
+            "max_tokens",
+        )

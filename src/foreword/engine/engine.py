@@ -14,15 +14,16 @@ from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
-from foreword.core.errors import EngineBusy, EngineStopped, RequestError, RequestFailed
+from foreword.core.errors import EngineBusy, EngineStopped, RequestFailed
 from foreword.core.identity import Identity
-from foreword.core.request import ModelCard, Output, Request
+from foreword.core.request import ModelCard, Output, Request, check_request
 from foreword.core.stats import EngineStats
 from foreword.engine.grammar import Grammars
 from foreword.engine.model import LoadedModel, load_model
@@ -40,6 +41,7 @@ from foreword.store.codec import record_bytes
 log = logging.getLogger("foreword.engine")
 
 BLOCK_SIZE = 16  # tokens
+CLEAR_S = 10.0  # how long the tiers may take to forget
 IDLE_S = 5.0  # how often the tiers are seen to while nothing else happens
 FLUSH_S = 5.0  # how long what is being written below the device may take at the end
 
@@ -62,7 +64,8 @@ class TorchEngine:
             reuse=settings.prefix_caching,
             tiers=[tier_of(store) for store in stores],
         )
-        self.transfer = Transfer(self.cache, runner.kv, stores, self._notify)
+        step_blocks = settings.max_prefill_tokens // BLOCK_SIZE
+        self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
         self.scheduler = Scheduler(
             self.cache,
             settings.max_num_seqs,
@@ -187,7 +190,7 @@ class TorchEngine:
         self._grammars.matcher(grammar)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        self._validate(request)
+        check_request(request, self._card)
         stream = Stream(request, request.n)
         self._post(True, stream)
         try:
@@ -208,23 +211,10 @@ class TorchEngine:
                 raise EngineStopped(self._refusal)
             self._clearing.append(cleared)
             self._wake.notify()
-        return await asyncio.wrap_future(cleared)
-
-    def _validate(self, request: Request) -> None:
-        total = len(request.prompt) + request.sampling.max_tokens
-        if not request.prompt:
-            raise RequestError("The prompt is empty: send at least one token.", "prompt")
-        if min(request.prompt) < 0 or max(request.prompt) >= self.card.vocab_size:
-            raise RequestError(
-                f"Token ids must lie from 0 to {self.card.vocab_size - 1}.", "prompt"
-            )
-        limit = self.card.max_model_len
-        if total > limit:
-            raise RequestError(
-                f"The prompt has {len(request.prompt)} tokens and max_tokens is "
-                f"{request.sampling.max_tokens}: together {total}, over the limit of {limit}.",
-                "max_tokens",
-            )
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(cleared), CLEAR_S)
+        except TimeoutError as error:
+            raise EngineBusy("The cache is not cleared: a tier does not answer.") from error
 
     def _post(self, starts: bool, stream: Stream) -> None:
         with self._wake:
@@ -284,8 +274,9 @@ class TorchEngine:
             self._clearing = []
         for cleared in clearing:
             if cleared.set_running_or_notify_cancel():  # False: who asked has gone
-                cleared.set_result(self.cache.clear())
-                self.transfer.perform(self.cache.take_effects())
+                done = self.cache.clear()
+                self.transfer.perform(self.cache.lower.take_effects())
+                self.transfer.when_written(partial(_settle, cleared, done))
         for starts, stream in letters:
             if not starts:
                 self._forget([s for s in stream.samples if s in self._streams])
@@ -360,7 +351,7 @@ class TorchEngine:
         self._counts.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
         rows = torch.split(logits, [part.num_logits for part in parts])
         settled = [self.scheduler.settle(sequence, num) for sequence, num in step.work]
-        self.transfer.perform(self.cache.take_effects())
+        self.transfer.perform(self.cache.lower.take_effects())
         ready: list[Sequence] = []
         outputs: list[tuple[Stream, Output | RequestFailed]] = []
         for (sequence, _num), part, own, is_ready in zip(
@@ -398,3 +389,8 @@ class TorchEngine:
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, letters in by_loop.items():
             put(loop, letters)
+
+
+def _settle(future: Future[bool], result: bool) -> None:
+    if not future.done():  # its client may have gone
+        future.set_result(result)

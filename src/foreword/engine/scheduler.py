@@ -162,7 +162,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Take back a lease. What was computed stays cached: a soon return is cheap."""
         assert sequence.lease is not None
-        sequence.note_reuse()
+        if sequence.lease.num_computed_tokens > sequence.lease.num_reused_tokens:
+            sequence.note_reuse()
         self.cache.release(sequence.lease)
         sequence.lease = None
         self.running.remove(sequence)

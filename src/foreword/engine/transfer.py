@@ -7,122 +7,55 @@ asked, and nothing else.
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Drop, Load, Probe, Store
 from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
-from foreword.engine.staging import Staging
-from foreword.engine.workers import Workers
+from foreword.engine.lane import Lane, Read
 from foreword.store.codec import BadRecord, RecordKey, check, seal
 from foreword.store.store import KVStore
 
 log = logging.getLogger("foreword.engine")
 
-STAGING_BYTES = 128 << 20  # for each tier and way
-NUM_READERS = 4
 PROBE_S = 0.05  # a request waits that long for what a shared tier has
 LOAD_S = 0.25  # and for blocks that long
 LOAD_BYTES_PER_S = 100e6  # and at this rate, with all that the tier was asked before
-TICK_S = 1.0  # how often a store that has nothing to do may do what it put off
-PAUSE_S = (1.0, 60.0)  # a tier that fails is left alone that long, then twice as long
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """Some blocks of a load, in one staging cell."""
-
-    load: Load
-    start: int
-    stop: int
-    deadline_s: float
-    begin_s: float = 0.0
-    cell: int | None = None
-    lost: dict[int, str] = field(default_factory=dict)  # why, by block
-    failed: bool = False
-    given_up: bool = False
-
-
-class Breaker:
-    """Whether to leave a failing place alone. Each failure after a pause makes the next longer."""
-
-    def __init__(self) -> None:
-        self._until_s = 0.0
-        self._pause_s = PAUSE_S[0]
-
-    def allows(self, now_s: float) -> bool:
-        return now_s >= self._until_s
-
-    def failed(self, now_s: float, what: str) -> None:
-        if self.allows(now_s):
-            log.warning("%s; left alone for %.0f s", what, self._pause_s)
-            self._until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
-
-    def succeeded(self) -> None:
-        self._pause_s = PAUSE_S[0]
-
-
-class Lane:
-    """One tier's way in and out. What its threads finish lies in `done` until settled."""
-
-    def __init__(self, number: int, store: KVStore, kv: PagedKV, wake: Callable[[], None]) -> None:
-        self.number = number
-        self.store = store
-        self.inbound = Staging(kv, STAGING_BYTES)
-        self.outbound = Staging(kv, STAGING_BYTES)
-        self.readers = Workers(f"foreword-{store.name}-read", NUM_READERS)
-        self.writer = Workers(f"foreword-{store.name}-write", 1)
-        self.done: deque[Callable[[], None]] = deque()
-        self.pending: deque[_Read] = deque()
-        self.under_way: dict[_Read, None] = {}
-        self.next_tick_s = 0.0
-        self.num_overdue = 0  # reads that ran out of time and have not come back
-        self.stats = TierStats(store.name)
-        self.reading = Breaker()
-        self.writing = Breaker()
-        self._wake = wake
-
-    @property
-    def reads(self) -> Iterator[_Read]:
-        """What was asked for and has not come."""
-        return chain(self.under_way, self.pending)
-
-    def finish(self, tell: Callable[[], None]) -> None:
-        """Called by a thread: let the engine's do the rest."""
-        self.done.append(tell)
-        self._wake()
-
-    def failed(self, breaker: Breaker, what: str) -> None:
-        """Called by a thread, when its call did not work."""
-        self.finish(lambda: breaker.failed(time.monotonic(), f"{self.store.name}: {what}"))
+TEND_S = 1.0  # how often a store may do what it put off
 
 
 class Transfer:
-    """`wake` is called by other threads when there is something to settle."""
+    """`wake` is called by other threads when there is something to settle. `num_blocks` is how many
+    blocks a step may fill: twice as many can wait to be written."""
 
     def __init__(
-        self, cache: KVCache, kv: PagedKV, stores: Sequence[KVStore], wake: Callable[[], None]
+        self,
+        cache: KVCache,
+        kv: PagedKV,
+        stores: Sequence[KVStore],
+        num_blocks: int,
+        wake: Callable[[], None],
     ) -> None:
         self._cache = cache
         self._kv = kv
-        self._lanes = [Lane(number, store, kv, wake) for number, store in enumerate(stores)]
+        self._lanes = [
+            Lane(number, store, kv, 2 * num_blocks, wake) for number, store in enumerate(stores)
+        ]
         self._asked: dict[Probe, float] = {}  # until when, by the monotonic clock
         self._found: list[tuple[Probe, int]] = []
 
     @property
     def stats(self) -> tuple[TierStats, ...]:
-        """Counts by tier; what they keep now too."""
-        for lane, tier in zip(self._lanes, self._cache.tiers, strict=True):
-            lane.stats.num_blocks = tier.num_blocks
-            lane.stats.num_bytes = lane.store.num_bytes
-        return tuple(lane.stats for lane in self._lanes)
+        """Counts by tier, and what they keep. For any thread."""
+        return tuple(
+            replace(lane.stats, num_blocks=tier.num_blocks, num_bytes=lane.store.num_bytes)
+            for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
+        )
 
     def count_hits(self, restored: Mapping[int, int]) -> None:
         """Tokens of a prompt, by the tier that they came from."""
@@ -135,7 +68,7 @@ class Transfer:
         return (
             ", ".join(
                 f"{lane.store.name} with {tier.num_blocks:,} of {tier.capacity:,} blocks"
-                for lane, tier in zip(self._lanes, self._cache.tiers, strict=True)
+                for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
             )
             or "nothing"
         )
@@ -168,12 +101,13 @@ class Transfer:
 
     def settle(self, busy_s: float) -> list[tuple[Probe, int]]:
         """Tell the cache what came and what did not. Returns what was found elsewhere. The engine
-        computed for `busy_s` seconds since the last call: so much later is late."""
+        computed for `busy_s` seconds since the last call: what could not begin meanwhile, for it
+        waits for staging, may come so much later."""
         now_s = time.monotonic()
-        for lane, tier in zip(self._lanes, self._cache.tiers, strict=True):
+        for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True):
             while lane.done:
                 lane.done.popleft()()
-            for read in lane.reads:
+            for read in lane.pending:
                 read.deadline_s += busy_s
             if any(read.deadline_s <= now_s for read in lane.reads):
                 self._give_up(lane)
@@ -181,23 +115,43 @@ class Transfer:
             tier.reads = not lane.num_overdue and lane.reading.allows(now_s)
             tier.writes = lane.outbound.num_free > 0 and lane.writing.allows(now_s)
             if tier.capacity != lane.store.capacity:
-                self._cache.resize(lane.number, lane.store.capacity)
-            if now_s >= lane.next_tick_s and lane.outbound.num_free == lane.outbound.num_cells:
-                lane.next_tick_s = now_s + TICK_S
-                lane.writer.put(partial(self._delete, lane, Drop(lane.number, ())))
+                self._cache.lower.resize(lane.number, lane.store.capacity)
+            if now_s >= lane.next_tend_s and not lane.tending:
+                lane.next_tend_s, lane.tending = now_s + TEND_S, True
+                lane.writer.put(partial(self._tend, lane))
         for probe in [probe for probe, until_s in self._asked.items() if until_s <= now_s]:
-            self._answer(probe, 0)
-        self.perform(self._cache.take_effects())
+            del self._asked[probe]
+            self._found.append((probe, 0))
+            self._lanes[probe.tier].num_overdue += 1
+        self.perform(self._cache.lower.take_effects())
         found, self._found = self._found, []
         return found
 
     def close(self, flush_s: float) -> None:
-        """Let what is being written be written, for that long; then end."""
+        """Let what is being written be written, for that long; then end. A store that is still
+        being used then is left open."""
         end_s = time.monotonic() + flush_s
         for lane in self._lanes:
-            lane.readers.close(0)
-            if lane.writer.close(max(0.0, end_s - time.monotonic())):
+            ended = [
+                workers.close(max(0.0, end_s - time.monotonic()))
+                for workers in (lane.writer, lane.readers)
+            ]
+            if all(ended):
                 lane.store.close()
+
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call this, from some thread, when all that was asked so far is written or dropped."""
+        left = [len(self._lanes)]
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                call()
+
+        for lane in self._lanes:
+            lane.writer.put(partial(lane.finish, done))
+        if not self._lanes:
+            call()
 
     def _load(self, lane: Lane, load: Load) -> None:
         num_blocks = sum(read.stop - read.start for read in lane.reads) + load.stop - load.start
@@ -206,7 +160,7 @@ class Transfer:
         step = lane.inbound.cell_blocks
         for start in range(load.start, load.stop, step):
             stop = min(start + step, load.stop)
-            lane.pending.append(_Read(load, start, stop, deadline_s))
+            lane.pending.append(Read(load, start, stop, deadline_s))
         self._pump(lane)
 
     def _pump(self, lane: Lane) -> None:
@@ -225,9 +179,7 @@ class Transfer:
             slots = lane.inbound.slots(cell, len(keys))
             lane.readers.put(partial(self._read, lane, read, keys, slots))
 
-    def _read(
-        self, lane: Lane, read: _Read, keys: list[RecordKey], slots: list[memoryview]
-    ) -> None:
+    def _read(self, lane: Lane, read: Read, keys: list[RecordKey], slots: list[memoryview]) -> None:
         """On a thread: bytes into staging, verified at once."""
         if read.given_up:
             lane.finish(partial(self._arrived, lane, read))
@@ -242,31 +194,31 @@ class Transfer:
                     check(slot[:size], key)
                 except BadRecord as error:
                     read.lost[read.start + at] = "damaged"
-                    log.warning("%s: block %s: %s", lane.store.name, key.block_hash.hex(), error)
+                    read.error = f"block {key.block_hash.hex()}: {error}"
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
             read.failed = True
             lane.failed(lane.reading, f"reading failed: {error}")
         lane.finish(partial(self._arrived, lane, read))
 
-    def _arrived(self, lane: Lane, read: _Read) -> None:
+    def _arrived(self, lane: Lane, read: Read) -> None:
         assert read.cell is not None
         if read.given_up:
             lane.num_overdue -= 1
         else:
             del lane.under_way[read]
             lane.stats.read_s.add(time.monotonic() - read.begin_s)
-            if not read.failed:
-                lane.reading.succeeded()
             self._take_in(lane, read)
         lane.inbound.give(read.cell)
 
-    def _take_in(self, lane: Lane, read: _Read) -> None:
+    def _take_in(self, lane: Lane, read: Read) -> None:
         """Copy what is wanted still from staging into the lease's slots."""
         assert read.cell is not None
         lease = read.load.lease
         wanted = not lease.released
         if read.failed:
             read.lost = dict.fromkeys(range(read.start, read.stop), "failed")
+        if read.error:
+            log.warning("%s: of %d lost, %s", lane.store.name, len(read.lost), read.error)
         good = [at for at in range(read.start, read.stop) if at not in read.lost]
         if wanted and good:
             rows = lane.inbound.rows(read.cell, read.stop - read.start)
@@ -280,6 +232,7 @@ class Transfer:
                 lane.stats.count_lost(reason, stop - start)
                 self._cache.lost(read.load, start, stop, gone=reason != "failed")
             elif wanted:
+                lane.reading.succeeded()
                 lane.stats.num_loaded_blocks += stop - start
                 self._cache.loaded(read.load, start, stop)
 
@@ -295,7 +248,9 @@ class Transfer:
             if not read.load.lease.released:
                 lane.stats.count_lost("late", read.stop - read.start)
                 self._cache.lost(read.load, read.start, read.stop, gone=False)
-        log.warning("%s: a read came too late; %d given up", lane.store.name, len(reads))
+        lane.reading.failed(
+            time.monotonic(), f"{lane.store.name}: a read came too late, {len(reads)} given up"
+        )
 
     def _store(self, lane: Lane, store: Store) -> None:
         step = lane.outbound.cell_blocks
@@ -304,7 +259,7 @@ class Transfer:
             if cell is None:  # what follows needs these
                 hashes = store.chain.hashes[store.start :][first : len(store.block_ids)]
                 lane.stats.num_dropped_blocks += len(hashes)
-                self._cache.stored(lane.number, hashes, ok=False)
+                self._cache.lower.stored(lane.number, hashes, ok=False)
                 return
             block_ids = store.block_ids[first : first + step]
             start = store.start + first
@@ -333,11 +288,19 @@ class Transfer:
         lane.stats.num_stored_blocks += sum(kept)
         for ok in (True, False):
             hashes = [k.block_hash for k, was in zip(keys, kept, strict=True) if was is ok]
-            self._cache.stored(lane.number, hashes, ok=ok)
+            self._cache.lower.stored(lane.number, hashes, ok=ok)
         if all(kept):
             lane.writing.succeeded()
         else:
             lane.writing.failed(time.monotonic(), f"{lane.store.name}: no room to write")
+
+    def _tend(self, lane: Lane) -> None:
+        """On the writing thread."""
+        try:
+            lane.store.tend()
+        except Exception as error:  # noqa: BLE001 - as in _write
+            lane.failed(lane.writing, f"tending failed: {error}")
+        lane.tending = False
 
     def _delete(self, lane: Lane, drop: Drop) -> None:
         """On the writing thread. What cannot be deleted is never served wrong."""
@@ -362,19 +325,21 @@ class Transfer:
         lane.finish(partial(self._answer, probe, num_blocks))
 
     def _answer(self, probe: Probe, num_blocks: int) -> None:
-        if self._asked.pop(probe, None) is not None:
+        if self._asked.pop(probe, None) is None:
+            self._lanes[probe.tier].num_overdue -= 1
+        else:
             self._found.append((probe, num_blocks))
 
 
-def _keys(tokens: Chain, blocks: range) -> list[RecordKey]:
-    width = tokens.block_size * TOKEN_BYTES
+def _keys(chain: Chain, blocks: range) -> list[RecordKey]:
+    width = chain.block_size * TOKEN_BYTES
     return [
         RecordKey(
-            tokens.root,
-            tokens.hashes[at - 1] if at else tokens.root,
-            tokens.hashes[at],
+            chain.root,
+            chain.hashes[at - 1] if at else chain.root,
+            chain.hashes[at],
             at,
-            bytes(tokens.key[at * width : (at + 1) * width]),
+            bytes(chain.key[at * width : (at + 1) * width]),
         )
         for at in blocks
     ]

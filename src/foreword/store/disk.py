@@ -30,8 +30,8 @@ _CLOCK_TICK_NS = 100_000_000  # A folder that changed so lately may change again
 class DiskStore:
     """A KVStore for records that are all `record_bytes` long. `put` and `delete` are for one
     thread, everything else for any. What a crowd of writers must give back to a newcomer, it gives
-    in small steps: each `put` or `delete`, with nothing to do too, goes on with it, and writes
-    down what was used."""
+    in small steps: each `put`, `delete` and `tend` goes on with it, and writes down what was used.
+    """
 
     name = "disk"
     shared = True
@@ -71,15 +71,7 @@ class DiskStore:
     @property
     def capacity(self) -> int:
         """Records that this writer may hold: its share of the budget."""
-        if time.monotonic() >= self._recount_at:
-            with self._folder.locked(0) as held:
-                if held:
-                    self._recount()
         return self._capacity
-
-    @property
-    def num_bytes(self) -> int:
-        return self._own.num_bytes
 
     def entries(self) -> Iterator[Entry]:
         self._own.note_uses()
@@ -135,6 +127,13 @@ class DiskStore:
         except OSError:
             self._pause()
 
+    def tend(self) -> None:
+        """Come nearer to the share, if it has become smaller; note what was used."""
+        try:
+            self._settle()
+        except OSError:
+            self._pause()
+
     def close(self) -> None:
         """No other call may be in progress, and none but this may come."""
         self._own.release()
@@ -175,9 +174,12 @@ class DiskStore:
             return True
 
     def _settle(self) -> None:
-        """Come back to the share, if it has become smaller; note what was used."""
         self._own.note_uses()
-        capacity = self.capacity
+        if time.monotonic() >= self._recount_at:
+            with self._folder.locked(0) as held:
+                if held:
+                    self._recount()
+        capacity = self._capacity
         if self._own.num_slots > capacity and time.monotonic() >= self._paused_until:
             self._own.shrink(capacity, max(1, _MOVE_BYTES // self.slot_bytes), self._step)
 
@@ -187,6 +189,7 @@ class DiskStore:
         self._capacity = num_slots_within(share, self.slot_bytes)
         self._step = max(1, min(_STEP_BYTES, share // 16) // self.slot_bytes)
         self._recount_at = time.monotonic() + self.recount_s
+        self.num_bytes = self._own.num_bytes
 
     def _pause(self) -> None:
         """Nothing is written for a while; reads go on."""

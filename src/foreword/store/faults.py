@@ -91,6 +91,10 @@ class FaultyStore:
         self._befall()
         self._store.delete(hashes)
 
+    def tend(self) -> None:
+        self._befall()
+        self._store.tend()
+
     def close(self) -> None:
         self.release()
         self._store.close()

@@ -63,6 +63,9 @@ class HostStore:
             for block_hash in hashes:
                 self._forget(block_hash)
 
+    def tend(self) -> None:
+        pass
+
     def close(self) -> None:
         """Forget everything. The memory goes when the last reader is done with it."""
         with self._lock:

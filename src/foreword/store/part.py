@@ -138,6 +138,7 @@ class OwnPart(Part):
         super().__init__(table_fd, slots_fd, slot_bytes)
         self._table_fd = table_fd
         self._rows_lock = threading.Lock()
+        self._uses_lock = threading.Lock()
         self._used: dict[BlockHash, int] = {}  # when, in ns: not in the table yet
         self._free: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._not_zeroed: set[int] = set()
@@ -220,11 +221,13 @@ class OwnPart(Part):
 
     def used(self, hashes: Sequence[BlockHash]) -> None:
         """These records were used now, by any thread. The next `note_uses` writes it down."""
-        self._used.update(dict.fromkeys(hashes, time.time_ns()))
+        with self._uses_lock:
+            self._used.update(dict.fromkeys(hashes, time.time_ns()))
 
     def note_uses(self) -> None:
         """Put in the table what was used. Only the order of a later start depends on it."""
-        used, self._used = self._used, {}
+        with self._uses_lock:
+            used, self._used = self._used, {}
         with self._rows_lock:
             slot_of = self.table.slot_of
             when = {slot_of[key]: at for key, at in used.items() if key in slot_of}

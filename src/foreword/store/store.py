@@ -29,7 +29,8 @@ class KVStore(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Records that it may hold now. It may shrink: delete some, or puts are refused."""
+        """Records that it may hold, as of the last `tend` or `put`: cheap, for any thread. When it
+        shrinks, delete some, or puts are refused."""
         ...
 
     @property
@@ -39,7 +40,7 @@ class KVStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of its place now."""
+        """What it takes of its place, likewise."""
         ...
 
     def entries(self) -> Iterable[Entry]:
@@ -61,8 +62,12 @@ class KVStore(Protocol):
         ...
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """Forget own records; those that are not here are no error. With none to forget a store may
-        do what it has put off: call it now and then."""
+        """Forget own records; those that are not here are no error."""
+        ...
+
+    def tend(self) -> None:
+        """Do what was put off, and look how much room there is. To be called about once a second,
+        by the thread that calls `put` and `delete`."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,95 @@
+"""Lane: one tier's way in and out: its store, staging, threads, and what was asked of it."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from foreword.core.lease import Load
+from foreword.core.stats import TierStats
+from foreword.engine.kv import PagedKV
+from foreword.engine.staging import Staging
+from foreword.engine.workers import Workers
+from foreword.store.store import KVStore
+
+log = logging.getLogger("foreword.engine")
+
+STAGING_BYTES = 128 << 20  # for each tier and way, at least
+NUM_READERS = 4
+PAUSE_S = (1.0, 60.0)  # a tier that fails is left alone that long, then twice as long
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Some blocks of a load, in one staging cell."""
+
+    load: Load
+    start: int
+    stop: int
+    deadline_s: float
+    begin_s: float = 0.0
+    cell: int | None = None
+    lost: dict[int, str] = field(default_factory=dict)  # why, by block
+    failed: bool = False
+    given_up: bool = False
+    error: str = ""  # what is wrong with the damaged ones, the last of them
+
+
+class Breaker:
+    """Whether to leave a failing place alone. Each failure after a pause makes the next longer."""
+
+    def __init__(self) -> None:
+        self._until_s = 0.0
+        self._pause_s = PAUSE_S[0]
+
+    def allows(self, now_s: float) -> bool:
+        return now_s >= self._until_s
+
+    def failed(self, now_s: float, what: str) -> None:
+        if self.allows(now_s):
+            log.warning("%s; left alone for %.0f s", what, self._pause_s)
+            self._until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
+
+    def succeeded(self) -> None:
+        self._pause_s = PAUSE_S[0]
+
+
+class Lane:
+    """One tier's way in and out. What its threads finish lies in `done` until settled."""
+
+    def __init__(
+        self, number: int, store: KVStore, kv: PagedKV, num_blocks: int, wake: Callable[[], None]
+    ) -> None:
+        """`num_blocks` can be on their way out."""
+        self.number = number
+        self.store = store
+        self.inbound = Staging(kv, STAGING_BYTES)
+        self.outbound = Staging(kv, max(STAGING_BYTES, num_blocks * self.inbound.slot_bytes))
+        self.readers = Workers(f"foreword-{store.name}-read", NUM_READERS)
+        self.writer = Workers(f"foreword-{store.name}-write", 1)
+        self.done: deque[Callable[[], None]] = deque()
+        self.pending: deque[Read] = deque()
+        self.under_way: dict[Read, None] = {}
+        self.next_tend_s, self.tending = 0.0, False
+        self.num_overdue = 0  # calls that ran out of time and have not come back
+        self.stats = TierStats(store.name)
+        self.reading = Breaker()
+        self.writing = Breaker()
+        self._wake = wake
+
+    @property
+    def reads(self) -> Iterator[Read]:
+        """What was asked for and has not come."""
+        return chain(self.under_way, self.pending)
+
+    def finish(self, tell: Callable[[], None]) -> None:
+        """Called by a thread: let the engine's do the rest."""
+        self.done.append(tell)
+        self._wake()
+
+    def failed(self, breaker: Breaker, what: str) -> None:
+        """Called by a thread, when its call did not work."""
+        self.finish(lambda: breaker.failed(time.monotonic(), f"{self.store.name}: {what}"))
