@@ -1,6 +1,7 @@
 """What the device evicts comes back from the tiers, exactly; a fault of theirs is a miss."""
 
 import asyncio
+import shutil
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 
 from foreword.cli.measure import ask
 from foreword.cli.verify import RecordingEngine
+from foreword.core.errors import EngineBusy
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
 from foreword.engine import tiers as tiers_module
@@ -213,3 +215,79 @@ def test_a_tier_that_hangs_delays_nobody_beyond_its_deadline(
 async def one(engine, prompt):
     async for _ in engine.generate(Request("left", tuple(prompt), SAMPLING)):
         pass
+
+
+def test_a_hung_load_does_not_wait_for_who_decodes(settings, truth, faulty, tmp_path, monkeypatch):
+    monkeypatch.setattr("foreword.engine.transfer.LOAD_S", 0.2)
+    stores = faulty(Fault.DELAY, rate=0.0)
+    on_disk = replace(
+        settings, disk_folder=tmp_path / "kv", disk_bytes=ROOM, kv_bytes=2 * settings.kv_bytes
+    )
+
+    async def work():
+        async with serving(on_disk) as engine:
+            await answers(engine, [*PROMPTS, [3] * 200, [4] * 200, [5] * 200])
+            stores[0]._fault, stores[0]._rate = Fault.HANG, 1.0
+            long = Request("long", (9, 8, 7), SamplingParams(200, temperature=0, ignore_eos=True))
+            decoding = asyncio.create_task(all_of(engine, long))
+            await asyncio.sleep(0.05)
+            reply = await ask(engine, PROMPTS[0], SAMPLING)
+            assert not decoding.done(), "the other one decodes still"
+            assert reply.token_ids == truth[0][0]
+            assert engine.stats.tiers[0].lost["late"] > 0
+            stores[0].release()
+            await decoding
+
+    asyncio.run(work())
+
+
+async def all_of(engine, request):
+    return [output async for output in engine.generate(request)]
+
+
+def test_a_folder_that_goes_away_costs_its_blocks_and_no_request(settings, truth, tmp_path):
+    on_disk = replace(settings, disk_folder=tmp_path / "kv", disk_bytes=ROOM)
+
+    async def work():
+        async with serving(on_disk) as engine:
+            await answers(engine, PROMPTS)
+            shutil.rmtree(tmp_path / "kv")
+            engine.transfer._lanes[0].store.recount_s = 0.0
+            for _ in range(3):
+                assert await answers(engine, PROMPTS) == truth[0][:3]
+                engine.transfer._lanes[0].next_tend_s = 0.0
+            assert engine.is_serving
+
+    asyncio.run(work())
+
+
+def test_a_clear_is_done_when_the_tiers_have_forgotten(settings, faulty, tmp_path):
+    stores = faulty(Fault.DELAY, rate=0.0)
+    on_disk = replace(settings, disk_bytes=ROOM, disk_folder=tmp_path / "kv")
+
+    async def work():
+        async with serving(on_disk) as engine:
+            stores[0]._rate, stores[0]._delay_s = 1.0, 0.05
+            for _ in range(4):
+                await ask(engine, PROMPTS[0], SAMPLING)
+                assert await engine.clear_cache()
+                assert (await ask(engine, PROMPTS[0], SAMPLING)).num_cached_tokens == 0
+                assert await engine.clear_cache()
+
+    asyncio.run(work())
+
+
+def test_a_clear_that_a_tier_does_not_answer_says_so(settings, faulty, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "CLEAR_S", 0.2)
+    stores = faulty(Fault.DELAY, rate=0.0)
+    on_disk = replace(settings, disk_bytes=ROOM, disk_folder=tmp_path / "kv")
+
+    async def work():
+        async with serving(on_disk) as engine:
+            await answers(engine, PROMPTS)
+            stores[0]._fault, stores[0]._rate = Fault.HANG, 1.0
+            with pytest.raises(EngineBusy, match="a tier does not answer"):
+                await engine.clear_cache()
+            stores[0].release()
+
+    asyncio.run(work())

@@ -271,3 +271,51 @@ def test_a_smaller_store_lets_leaves_go(world):
     world.moves.settle(0.0)
     settle(world, lambda: len(world.stores[0].records) == 3)
     assert world.cache.lower.tiers[0].num_ready(chain(1).hashes, 0, 9) == 3
+
+
+def test_a_tier_that_is_always_too_slow_is_left_alone(world):
+    fill(world, chain(1))
+    world.stores[1].reading.clear()
+    world.stores[0].reading.clear()
+    for _ in range(2):
+        lease = admit(world, chain(1))
+        settle(world, lambda lease=lease: world.cache.num_computable(lease) > 0)
+        world.cache.release(lease)
+        for store in world.stores:
+            store.reading.set()  # too late
+        settle(world, lambda: all(not lane.num_overdue for lane in world.moves._lanes))
+        for store in world.stores:
+            store.reading.clear()
+    assert not any(tier.reads for tier in world.cache.lower.tiers), "though its reads came back"
+
+
+def test_a_probe_that_is_not_answered_is_answered_with_nothing(world):
+    tier, store = world.cache.lower.tiers[1], world.stores[1]
+    tier.shared = True
+    gate = threading.Event()
+    store.contains = lambda hashes: gate.wait(10) and [False] * len(hashes)
+    [probe] = world.cache.probe(chain(1))
+    world.moves.perform([probe])
+    end_s = time.monotonic() + 5
+    while not (found := world.moves.settle(0.0)):
+        assert time.monotonic() < end_s
+    assert found == [(probe, 0)]
+    world.moves.settle(0.0)
+    assert not tier.reads, "the next one is not asked"
+    assert world.cache.probe(chain(2)) == []
+    gate.set()
+    settle(world, lambda: tier.reads)
+
+
+def test_damage_is_told_once_for_a_read(world, caplog):
+    fill(world, chain(1))
+    for records in (world.stores[0].records, world.stores[1].records):
+        for block_hash, record in records.items():
+            records[block_hash] = record[:-1] + bytes([record[-1] ^ 1])
+    lease = admit(world, chain(1))
+    settle(world, lambda: world.cache.num_computable(lease) == 9 * SIZE + 1)
+    told = [entry for entry in caplog.messages if "checksum" in entry]
+    assert len(told) == 5
+    assert "of 2 lost" in told[0]
+    assert world.moves.stats[0].lost == {"damaged": 9}
+    settle(world, lambda: not world.stores[0].records)

@@ -8,6 +8,7 @@ of 1 where it has an `ok` that is false.
 import argparse
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,11 +124,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"foreword {name}: {failure}", file=sys.stderr)
         return failure.exit_code
-    return result if isinstance(result, int) else _report(result, as_json=args.json)
+    try:
+        return result if isinstance(result, int) else _report(result, as_json=args.json)
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _report(result: Mapping[str, Any], as_json: bool) -> int:
-    print(json.dumps(result, indent=2) if as_json else "\n".join(_lines(result)))
+    print(json.dumps(result, indent=2) if as_json else "\n".join(_lines(result)), flush=True)
     return 0 if result.get("ok", True) else 1
 
 

@@ -9,7 +9,6 @@ from foreword.cli.failure import Failure
 from foreword.engine.settings import EngineSettings, check_quantisation
 
 KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
-DISK_BYTES = 10 << 30
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 UNITS = {"": 1} | {
     name: base**power
@@ -47,7 +46,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk",
         type=disk,
-        default=(DISK_BYTES, None),
+        default="10GiB",
         metavar="SIZE[:DIR]",
         help="disk for KV, which a restart finds again, in a folder that several servers may share "
         "(10GiB, where `foreword cache path` says); 0 keeps none",
@@ -63,7 +62,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="auto: reuse changes no bit of an answer, where this machine can promise it",
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="reuse nothing")
-    parser.add_argument("--threads", type=count, help="CPU threads (torch's own choice)")
+    parser.add_argument(
+        "--threads",
+        type=count,
+        help="CPU threads (torch's own choice); in exact mode KV on disk is for one number of them",
+    )
 
 
 def add_listen_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +120,15 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
                 "settings",
             )
     disk_bytes, disk_folder = args.disk
+    if disk_bytes and disk_folder:
+        try:
+            disk_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Failure(
+                f"--disk {disk_folder} is no folder: {error.strerror}", "settings"
+            ) from error
+        if not os.access(disk_folder, os.R_OK | os.W_OK | os.X_OK):
+            raise Failure(f"--disk {disk_folder} cannot be written", "settings")
     return EngineSettings(
         model=args.model,
         served_name=args.name,
@@ -197,6 +209,8 @@ def disk(text: str) -> tuple[int, Path | None]:
     num_bytes, colon, folder = text.partition(":")
     if colon and not folder:
         raise argparse.ArgumentTypeError(f"{text!r} names no folder: write it as 10GiB:/mnt/kv")
+    if not colon and "/" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} names no size: write it as 10GiB:{text}")
     return size_or_none(num_bytes), Path(folder) if folder else None
 
 

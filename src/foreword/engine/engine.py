@@ -66,6 +66,8 @@ class TorchEngine:
         )
         step_blocks = settings.max_prefill_tokens // BLOCK_SIZE
         self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
+        for number, store in enumerate(stores):
+            self.cache.lower.resize(number, store.capacity)  # it may have found more than that
         self.scheduler = Scheduler(
             self.cache,
             settings.max_num_seqs,
@@ -157,7 +159,7 @@ class TorchEngine:
             "context": f"{self.card.max_model_len:,} tokens",
             "KV pool": f"{pool.num_blocks * BLOCK_SIZE:,} tokens, {size:,.0f} MiB",
             "reuse": "on" if self.settings.prefix_caching else "off",
-            "below": self.transfer.description,
+            **self.transfer.facts,
             "exact": f"{'yes' if self.exact else 'no'}: {self.exact_reason}",
         }
 
@@ -267,7 +269,7 @@ class TorchEngine:
             while not (self._inbox or self._clearing or self._streams or self._stopping):
                 if self._draining:
                     self._idle.set()
-                if not self._wake.wait(IDLE_S):
+                if self.transfer.has_news or not self._wake.wait(IDLE_S):
                     break
             letters, clearing = list(self._inbox), self._clearing
             self._inbox.clear()
@@ -384,8 +386,10 @@ class TorchEngine:
             if stream.first_token_s is None and isinstance(output, Output):
                 stream.first_token_s = time.monotonic()
                 ttft_s = stream.first_token_s - stream.submitted_s
-                self._counts.add_first_token(stream.request, output.num_cached_tokens, ttft_s)
-                self.transfer.count_hits(stream.samples[output.index].restored)
+                restored = self.transfer.count_hits(stream.samples[output.index].restored)
+                self._counts.add_first_token(
+                    stream.request, output.num_cached_tokens, restored, ttft_s
+                )
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, letters in by_loop.items():
             put(loop, letters)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 
 from foreword.core.request import Request
 from foreword.core.stats import EngineStats
@@ -27,21 +28,26 @@ class Counts:
             self._prefill_step_s += seconds
             self._prefill_step_tokens += num_prefilled
 
-    def add_first_token(self, request: Request, num_reused: int, ttft_s: float) -> None:
-        """A request's, in the log too; how many tokens of its prompt were not computed for it."""
+    def add_first_token(
+        self, request: Request, num_reused: int, restored: Mapping[str, int], ttft_s: float
+    ) -> None:
+        """A request's, in the log too; how many tokens of its prompt were not computed for it, and
+        of these how many came from tiers, by name."""
         num_prompt = len(request.prompt)
         self.totals.num_queries += 1
         self.totals.num_hits += num_reused > 0
         self.totals.num_hit_tokens += num_reused
         self.totals.num_miss_tokens += num_prompt - num_reused
         self.totals.ttft_s.add(ttft_s)
+        saved_s = self.prefill_s(num_reused)
         log.info(
-            "request %s: %d tokens reused, %d computed, TTFT %.0f ms, without cache about %.0f ms",
+            "request %s: %d tokens reused%s, %d computed, TTFT %.0f ms%s",
             json.dumps(request.request_id),
             num_reused,
+            "".join(f" ({num:,} from {name})" for name, num in restored.items()),
             num_prompt - num_reused,
             ttft_s * 1e3,
-            (ttft_s + self.prefill_s(num_reused)) * 1e3,
+            f", without cache about {(ttft_s + saved_s) * 1e3:.0f} ms" if saved_s else "",
         )
 
     def prefill_s(self, num_tokens: int) -> float:

@@ -24,7 +24,10 @@ def open_stores(settings: EngineSettings, record_bytes: int) -> list[KVStore]:
             settings.disk_folder.mkdir(parents=True, exist_ok=True)
             stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, record_bytes))
         except OSError as error:
-            log.warning("KV is not kept on disk: %s", error)
+            log.warning("KV is not kept on disk, in %s: %s", settings.disk_folder, error)
+    for store in stores:
+        if not store.capacity:
+            log.warning("there is no room in the %s tier: a block takes more", store.name)
     return stores
 
 

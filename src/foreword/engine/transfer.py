@@ -57,21 +57,20 @@ class Transfer:
             for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
         )
 
-    def count_hits(self, restored: Mapping[int, int]) -> None:
-        """Tokens of a prompt, by the tier that they came from."""
+    def count_hits(self, restored: Mapping[int, int]) -> dict[str, int]:
+        """Tokens of a prompt, by the tier that they came from. Returns them by its name."""
         for number, num_tokens in restored.items():
             self._lanes[number].stats.num_hit_tokens += num_tokens
+        return {self._lanes[number].store.name: num for number, num in restored.items()}
 
     @property
-    def description(self) -> str:
-        """What the tiers are, in a line."""
-        return (
-            ", ".join(
-                f"{lane.store.name} with {tier.num_blocks:,} of {tier.capacity:,} blocks"
-                for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
-            )
-            or "nothing"
-        )
+    def facts(self) -> dict[str, str]:
+        """What the server says of its tiers at start, by name."""
+        return {
+            lane.store.name: f"{lane.store.capacity * lane.inbound.slot_bytes / (1 << 30):,.1f} GiB"
+            f" for KV, {tier.num_blocks * self._kv.block_size:,} tokens found there"
+            for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
+        }
 
     @property
     def has_news(self) -> bool:

@@ -113,7 +113,7 @@ SHOWN = (
     Shown(
         "foreword_kv_cache_disk_usage_bytes",
         "gauge",
-        "What the disk tier takes of its disk, here and for others in its folder. 0 without one.",
+        "What this server's part of the disk tier takes. 0 without one.",
         lambda stats: sum(tier.num_bytes for tier in stats.tiers if tier.name == "disk"),
     ),
     Shown(

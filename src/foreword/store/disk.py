@@ -112,6 +112,8 @@ class DiskStore:
         own = self._own.table.slot_of
         new = {key.block_hash: index for index, key in enumerate(keys) if key.block_hash not in own}
         picks = sorted(new.values())
+        if self._own.is_removed:
+            raise OSError(f"{self._own_name} was removed: restart to keep blocks on disk again")
         try:
             self._settle()
             if time.monotonic() >= self._paused_until:

@@ -99,9 +99,15 @@ class Folder:
                 time.sleep(_POLL_S)
 
     def names(self) -> list[str]:
-        """Parts that have a table or slots."""
-        found = (_NAME.fullmatch(name) for name in os.listdir(self.path))
-        return sorted({match[1] for match in found if match})
+        """Parts that have a table or slots. What is no plain file, a link too, is not ours."""
+        found: set[str] = set()
+        odd: set[str] = set()
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if match := _NAME.fullmatch(entry.name):
+                    plain = entry.is_file(follow_symlinks=False)
+                    (found if plain else odd).add(match[1])
+        return sorted(found - odd)
 
     def num_bytes(self) -> int:
         """What everything in the folder takes, or may take without asking again."""
@@ -126,7 +132,7 @@ class Folder:
     def open_other(self, name: str, slot_bytes: int) -> Part | None:
         """A part to read, if it has slots of this size and is in this format."""
         try:
-            table_fd = os.open(table_path(self.path, name), os.O_RDONLY)
+            table_fd = os.open(table_path(self.path, name), os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
@@ -208,7 +214,7 @@ class Folder:
         for name in self.names():
             table, slots = table_path(self.path, name), slots_path(self.path, name)
             if not table.exists():
-                slots.unlink()
+                slots.unlink(missing_ok=True)
                 continue
             table_fd = lock_table(table)
             if table_fd is None:
@@ -242,5 +248,7 @@ class Folder:
         """Its bytes are given back even while somebody has it open."""
         for path in (slots_path(self.path, name), table_path(self.path, name)):
             with suppress(FileNotFoundError):
-                os.truncate(path, 0)
+                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+                os.ftruncate(fd, 0)
+                os.close(fd)
                 path.unlink()

@@ -25,7 +25,9 @@ class HostStore:
         self.slot_bytes = -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self.capacity = num_bytes // self.slot_bytes
         if self.capacity < 1:
-            raise ValueError(f"{num_bytes} bytes hold no record of {record_bytes}")
+            raise ValueError(
+                f"{num_bytes} bytes of host memory hold no block: one takes {self.slot_bytes}"
+            )
         pages = mmap.mmap(
             -1, self.capacity * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )

@@ -57,7 +57,7 @@ def lock_table(path: Path) -> int | None:
     """An open descriptor that holds the part's lock, for reading and writing; None where somebody
     else has it or this process may not."""
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
@@ -74,7 +74,9 @@ def read_slot_bytes(table_fd: int) -> int:
 
 
 def open_slots(path: Path, flags: int) -> int:
-    """Past the page cache, where the file system can do that. Raises OSError."""
+    """Past the page cache, where the file system can do that, and not through a link. Raises
+    OSError."""
+    flags |= os.O_NOFOLLOW
     try:
         return os.open(path, flags | _DIRECT, 0o600)
     except OSError as error:
@@ -179,6 +181,11 @@ class OwnPart(Part):
         rows = self.table.rows[slots]
         order: Slots = slots[np.lexsort((rows["position"], rows["last_used"]))]
         return order
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody deleted one of the files, which are ours to use and no longer there."""
+        return any(not os.fstat(fd).st_nlink for fd in (self._table_fd, self._slots_fd))
 
     @property
     def num_bytes(self) -> int:
