@@ -291,3 +291,25 @@ def test_a_clear_that_a_tier_does_not_answer_says_so(settings, faulty, tmp_path,
             stores[0].release()
 
     asyncio.run(work())
+
+
+def test_a_smaller_budget_holds_from_the_start(settings, tmp_path):
+    on_disk = replace(settings, disk_folder=tmp_path / "kv", disk_bytes=ROOM)
+
+    async def work():
+        async with serving(on_disk) as engine:
+            await answers(engine, PROMPTS)
+            num_blocks = engine.cache.lower.tiers[0].num_blocks
+        async with serving(replace(on_disk, disk_bytes=ROOM // 64)) as engine:
+            [tier] = engine.cache.lower.tiers
+            assert tier.num_blocks <= tier.capacity < num_blocks
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                engine.transfer._lanes[0].next_tend_s = 0.0
+                await ask(engine, [1, 2, 3], SamplingParams(1))
+                size = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv").iterdir())
+                if size <= ROOM // 64:
+                    break
+            assert size <= ROOM // 64
+
+    asyncio.run(work())

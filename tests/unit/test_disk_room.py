@@ -249,3 +249,33 @@ def test_a_writer_that_ended_lately_may_come_back_to_its_part(tmp_path: Path) ->
     os.utime(table, (0, time.time() - 61))
     assert first.capacity > 2 * shared - 4, "nobody came"
     first.close()
+
+
+def test_links_are_not_followed_and_odd_entries_are_not_ours(tmp_path: Path) -> None:
+    folder, precious = tmp_path / "kv", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_bytes(b"x" * 10_000)
+    (folder / "part-00000001.table").symlink_to(precious)
+    (folder / "part-00000002.slots").symlink_to(precious)
+    (folder / "part-00000003.table").symlink_to(tmp_path / "nowhere")
+    (folder / "part-00000004.table").mkdir()
+    (folder / "part-00000005.slots").mkdir()
+    os.mkfifo(folder / "part-00000006.table")
+    (folder / "part-00000007.table").write_bytes(b"no table")
+    with closing(QuickStore(folder, MIB, RECORD_BYTES)) as store:
+        keys = keys_of(1, store.capacity)
+        assert store.capacity > MIB // SLOT_BYTES - 8, "nobody else writes"
+        assert sum(put(store, [key])[0] for key in keys) >= store.capacity - 8, "they take some"
+    assert precious.read_bytes() == b"x" * 10_000
+    assert (folder / "part-00000004.table").is_dir()
+
+
+def test_who_removes_the_files_ends_the_writing(stores: Stores) -> None:
+    store = stores()
+    keys = keys_of(1, 4)
+    assert all(put(store, keys[:2]))
+    for path in stores.folder.glob("part-*"):
+        path.unlink()
+    with pytest.raises(OSError, match="was removed: restart"):
+        put(store, keys[2:])
+    assert readable(store, keys) == [True, True, False, False]
