@@ -30,6 +30,7 @@ from foreword.core.request import SamplingParams
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.settings import EngineSettings
 from foreword.engine.staging import Staging
+from foreword.store.codec import kv_offset
 
 LIMIT_S = 270.0  # no new length is begun after it
 COPY_BYTES = 256 << 20
@@ -172,9 +173,12 @@ def bandwidth(engine: TorchEngine, device: str) -> dict[str, float]:
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     rows = staging.rows(0, len(block_ids))
+    kv_start = kv_offset(kv.block_size)
+    slots = staging.slots(0, len(block_ids))
+    records = [slot[kv_start : staging.record_bytes] for slot in slots]
     copies: dict[str, Callable[[], object]] = {
         "out": partial(kv.read_blocks, block_ids, rows),
-        "in": partial(kv.write_blocks, block_ids, rows),
+        "in": partial(kv.write_blocks, block_ids, records),
         "plain_out": partial(flat.copy_, there),
         "plain_in": partial(there.copy_, flat),
     }

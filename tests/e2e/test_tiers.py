@@ -5,17 +5,20 @@ import shutil
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from random import randbytes
 
 import pytest
 import torch
 
 from foreword.cli.measure import ask
 from foreword.cli.verify import RecordingEngine
+from foreword.core.block import BlockHash
 from foreword.core.errors import EngineBusy
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
 from foreword.engine import tiers as tiers_module
 from foreword.engine.settings import EngineSettings
+from foreword.store.codec import check
 from foreword.store.faults import Fault, FaultyStore
 from tiny import make_tiny
 
@@ -166,6 +169,32 @@ def test_a_fault_is_a_miss(settings, truth, faulty, tmp_path, fault, tier):
             lost = engine.stats.tiers[0].lost
             if fault in (Fault.FLIP, Fault.SWAP, Fault.TEAR, Fault.STALE, Fault.TRUNCATE):
                 assert lost.get("damaged") or lost.get("missing")
+
+    asyncio.run(work())
+
+
+def test_what_is_overwritten_while_it_is_lent_is_a_miss(settings, truth, faulty, monkeypatch):
+    """Verified where it lies; then, before the engine copies it, another record takes its slot."""
+    stores = faulty(Fault.DELAY, rate=0.0)
+    num_overwritten = 0
+
+    def check_and_overwrite(record, key):
+        nonlocal num_overwritten
+        check(record, key)
+        if key.position in (2, 7):
+            stores[0].delete([key.block_hash])
+            other = replace(key, block_hash=BlockHash(randbytes(32)))
+            stores[0].put([other], [memoryview(b"\x7f" * len(record))])
+            num_overwritten += 1
+
+    monkeypatch.setattr("foreword.engine.transfer.check", check_and_overwrite)
+
+    async def work():
+        async with serving(replace(settings, host_bytes=ROOM)) as engine:
+            assert await answers(engine, PROMPTS * 2) == truth[0]
+            assert 0 < num_overwritten == engine.stats.tiers[0].lost["missing"]
+            check_counts(engine, 6)
+            same_bits(engine, truth)
 
     asyncio.run(work())
 

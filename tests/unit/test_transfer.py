@@ -24,6 +24,7 @@ class GatedStore:
     """Keeps records in a dict. Reads and writes wait at a gate each."""
 
     shared = False
+    lend = None
 
     def __init__(self, name):
         self.name = name

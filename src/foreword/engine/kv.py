@@ -3,10 +3,11 @@
 import inspect
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -84,20 +85,21 @@ class PagedKV:
             for at, run in _runs(block_ids):
                 places[at : at + len(run)] = source[:, run.start : run.stop].transpose(1, 0, 2)
 
-    def write_blocks(self, block_ids: Sequence[int], rows: Tensor) -> None:
-        """Copy rows as `read_blocks` made them into whole blocks."""
-        if rows.device != self.keys[0].device:
-            near = torch.empty(rows.shape, dtype=rows.dtype, device=self.keys[0].device)
-            _copy_rows(rows, near)
+    def write_blocks(self, block_ids: Sequence[int], rows: Sequence[memoryview]) -> None:
+        """Copy rows as `read_blocks` made them, each in main memory, into whole blocks."""
+        if not self._groups:
+            dtype, device = self.keys[0].dtype, self.keys[0].device
+            found = [torch.frombuffer(row, dtype=dtype) for row in rows]
+            near = torch.empty((len(found), len(found[0])), dtype=dtype, device=device)
+            _copy_rows(found, near)
             ids = torch.tensor(block_ids, device=near.device)
             for pool, columns in self._columns():
                 pool.index_copy_(0, ids, near[:, columns])
             return
-        source = _words(rows)
         for target, columns in self._groups:
-            found = source[:, columns].reshape(len(source), len(target), -1)
-            for at, run in _runs(block_ids):
-                target[:, run.start : run.stop] = found[at : at + len(run)].transpose(1, 0, 2)
+            for block_id, row in zip(block_ids, rows, strict=True):
+                words = np.frombuffer(row, target.dtype)[columns]
+                target[:, block_id] = words.reshape(len(target), -1)
 
     def _grouped(self) -> Iterator[tuple[NDArray[Any], slice]]:
         """For numpy on the CPU, pools that are alike together, [pools, blocks, elements], and where
@@ -150,7 +152,7 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, range]]:
             start = at
 
 
-def _copy_rows(source: Tensor, target: Tensor) -> None:
+def _copy_rows(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
     """Between device and pinned memory: row by row, since only what lies in one piece goes without
     a copy on the way. Done when it returns."""
     for row, place in zip(source, target, strict=True):

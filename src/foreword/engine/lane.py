@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+from foreword.core.block import BlockHash
 from foreword.core.lease import Load
 from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
 from foreword.engine.staging import Staging
 from foreword.engine.workers import Workers
-from foreword.store.store import KVStore
+from foreword.store.store import KVStore, Loan
 
 log = logging.getLogger("foreword.engine")
 
@@ -23,7 +24,7 @@ PAUSE_S = (1.0, 60.0)  # a tier that fails is left alone that long, then twice a
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Some blocks of a load, in one staging cell."""
+    """Some blocks of a load: their records, in one staging cell or where the store lends them."""
 
     load: Load
     start: int
@@ -31,6 +32,7 @@ class Read:
     deadline_s: float
     begin_s: float = 0.0
     cell: int | None = None
+    good: dict[int, Loan] = field(default_factory=dict)  # verified, by block
     lost: dict[int, str] = field(default_factory=dict)  # why, by block
     failed: bool = False
     given_up: bool = False
@@ -66,6 +68,9 @@ class Lane:
         """`num_blocks` can be on their way out."""
         self.number = number
         self.store = store
+        # What is lent needs no staging, but its cells bound what is under way all the same. A GPU
+        # reads pinned memory only at its full speed.
+        self._lend = store.lend if kv.keys[0].device.type == "cpu" else None
         self.inbound = Staging(kv, STAGING_BYTES)
         self.outbound = Staging(kv, max(STAGING_BYTES, num_blocks * self.inbound.slot_bytes))
         self.readers = Workers(f"foreword-{store.name}-read", NUM_READERS)
@@ -84,6 +89,16 @@ class Lane:
     def reads(self) -> Iterator[Read]:
         """What was asked for and has not come."""
         return chain(self.under_way, self.pending)
+
+    def fetch(self, hashes: list[BlockHash], cell: int) -> list[Loan | None]:
+        """Called by a thread: records as the store lends them, or in staging."""
+        if self._lend is not None:
+            return self._lend(hashes)
+        slots = self.inbound.slots(cell, len(hashes))
+        sizes = self.store.get(hashes, slots)
+        return [
+            Loan(slot[:size]) if size else None for slot, size in zip(slots, sizes, strict=True)
+        ]
 
     def finish(self, tell: Callable[[], None]) -> None:
         """Called by a thread: let the engine's do the rest."""

@@ -1,6 +1,7 @@
 """Staging: where KV waits between the device's pool and a store.
 
 Stores read and write here, never in the pool, so that a late or damaged read can spoil nothing.
+Only what a store lends is copied from where it lies.
 """
 
 import mmap

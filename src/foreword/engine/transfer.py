@@ -1,8 +1,8 @@
 """Transfer: carries out what the core wants of the tiers, beside the engine's steps.
 
-Threads read and write between staging and the stores; only the engine's thread calls methods here,
-touches the pool and tells the cache. A tier that hangs keeps the staging bytes of what it was
-asked, and nothing else.
+Threads read and write between staging and the stores, and verify what they read; only the engine's
+thread calls methods here, touches the pool and tells the cache. A tier that hangs keeps the staging
+bytes of what it was asked, and nothing else.
 """
 
 import logging
@@ -18,7 +18,7 @@ from foreword.core.lease import Drop, Load, Probe, Store
 from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
 from foreword.engine.lane import Lane, Read
-from foreword.store.codec import BadRecord, RecordKey, check, seal
+from foreword.store.codec import BadRecord, RecordKey, check, kv_offset, seal
 from foreword.store.store import KVStore
 
 log = logging.getLogger("foreword.engine")
@@ -175,24 +175,27 @@ class Transfer:
             read.cell, read.begin_s = cell, time.monotonic()
             lane.under_way[read] = None
             keys = _keys(read.load.lease.chain, range(read.start, read.stop))
-            slots = lane.inbound.slots(cell, len(keys))
-            lane.readers.put(partial(self._read, lane, read, keys, slots))
+            lane.readers.put(partial(self._read, lane, read, keys, cell))
 
-    def _read(self, lane: Lane, read: Read, keys: list[RecordKey], slots: list[memoryview]) -> None:
-        """On a thread: bytes into staging, verified at once."""
+    def _read(self, lane: Lane, read: Read, keys: list[RecordKey], cell: int) -> None:
+        """On a thread: find the records and verify them at once."""
         if read.given_up:
             lane.finish(partial(self._arrived, lane, read))
             return
         try:
-            sizes = lane.store.get([key.block_hash for key in keys], slots)
-            for at, (key, slot, size) in enumerate(zip(keys, slots, sizes, strict=True)):
-                if not size:
-                    read.lost[read.start + at] = "missing"
+            loans = lane.fetch([key.block_hash for key in keys], cell)
+            for at, (key, loan) in enumerate(zip(keys, loans, strict=True), read.start):
+                if loan is None:
+                    read.lost[at] = "missing"
                     continue
                 try:
-                    check(slot[:size], key)
+                    check(loan.record, key)
+                    read.good[at] = loan
                 except BadRecord as error:
-                    read.lost[read.start + at] = "damaged"
+                    if not loan.kept():  # overwritten, not damaged
+                        read.lost[at] = "missing"
+                        continue
+                    read.lost[at] = "damaged"
                     read.error = f"block {key.block_hash.hex()}: {error}"
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
             read.failed = True
@@ -210,20 +213,19 @@ class Transfer:
         lane.inbound.give(read.cell)
 
     def _take_in(self, lane: Lane, read: Read) -> None:
-        """Copy what is wanted still from staging into the lease's slots."""
-        assert read.cell is not None
+        """Copy what is wanted still into the lease's slots. What the store did not keep until it
+        was copied may be anything: it is lost, and nothing has read it."""
         lease = read.load.lease
         wanted = not lease.released
         if read.failed:
             read.lost = dict.fromkeys(range(read.start, read.stop), "failed")
         if read.error:
             log.warning("%s: of %d lost, %s", lane.store.name, len(read.lost), read.error)
-        good = [at for at in range(read.start, read.stop) if at not in read.lost]
-        if wanted and good:
-            rows = lane.inbound.rows(read.cell, read.stop - read.start)
-            if len(good) < len(rows):
-                rows = rows[[at - read.start for at in good]]
-            self._kv.write_blocks([lease.block_ids[at] for at in good], rows)
+        if wanted and read.good and not read.failed:
+            kv_start = kv_offset(self._kv.block_size)
+            rows = [loan.record[kv_start:] for loan in read.good.values()]
+            self._kv.write_blocks([lease.block_ids[at] for at in read.good], rows)
+            read.lost |= {at: "missing" for at, loan in read.good.items() if not loan.kept()}
         for reason, run in groupby(range(read.start, read.stop), read.lost.get):
             blocks = list(run)
             start, stop = blocks[0], blocks[-1] + 1

@@ -34,6 +34,7 @@ class DiskStore:
     """
 
     name = "disk"
+    lend = None  # a record is in memory once it was read
     shared = True
     recount_s = 1.0  # How often to look who else is writing.
     grace_s = 60.0  # How long the part of a writer that ended is left to it.

@@ -3,13 +3,14 @@
 import errno
 import mmap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from random import Random
 
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
-from foreword.store.store import Entry, KVStore
+from foreword.store.store import Entry, KVStore, Loan
 
 _PAGE_BYTES = 4096
 
@@ -83,6 +84,10 @@ class FaultyStore:
             for read in zip(hashes, buffers, lengths, strict=True)
         ]
 
+    @property
+    def lend(self) -> Callable[[Sequence[BlockHash]], list[Loan | None]] | None:
+        return self._lend if self._store.lend is not None else None
+
     def put(self, keys: Sequence[RecordKey], records: Sequence[memoryview]) -> list[bool]:
         self._befall()
         return [self._put(*pair) for pair in zip(keys, records, strict=True)]
@@ -102,6 +107,20 @@ class FaultyStore:
     def release(self) -> None:
         """Let what hangs go on, and hang no more."""
         self._released.set()
+
+    def _lend(self, hashes: Sequence[BlockHash]) -> list[Loan | None]:
+        """What is lent is a copy where damage befalls it: the store's own bytes stay right."""
+        assert self._store.lend is not None
+        self._befall()
+        loans = self._store.lend(hashes)
+        if self._fault not in (Fault.FLIP, Fault.SWAP, Fault.TRUNCATE):
+            return loans
+        for at, (block_hash, loan) in enumerate(zip(hashes, loans, strict=True)):
+            if loan is not None and self._strikes():
+                copy = _copied(loan.record, len(loan.record))
+                length = self._damage(block_hash, copy, len(copy))
+                loans[at] = replace(loan, record=copy[:length])
+        return loans
 
     def _strikes(self) -> bool:
         with self._lock:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
-from foreword.store.store import Entry
+from foreword.store.store import Entry, Loan
 
 _PAGE_BYTES = 4096
 
@@ -55,6 +55,9 @@ class HostStore:
     def get(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> list[int]:
         return [self._read(*wanted) for wanted in zip(hashes, buffers, strict=True)]
 
+    def lend(self, hashes: Sequence[BlockHash]) -> list[Loan | None]:
+        return [self._lend(block_hash) for block_hash in hashes]
+
     def put(self, keys: Sequence[RecordKey], records: Sequence[memoryview]) -> list[bool]:
         return [
             self._write(key.block_hash, record) for key, record in zip(keys, records, strict=True)
@@ -77,14 +80,20 @@ class HostStore:
             self.capacity = self._num_touched = 0
 
     def _read(self, block_hash: BlockHash, buffer: memoryview) -> int:
-        kept = self._kept.get(block_hash)
-        if kept is None:
+        loan = self._lend(block_hash)
+        if loan is None:
             return 0
-        _slot, record = kept
+        record = np.frombuffer(loan.record, np.uint8)
         # Without the GIL, and as fast as memmove.
         np.frombuffer(buffer, np.uint8)[: len(record)] = record
+        return len(record) if loan.kept() else 0
+
+    def _lend(self, block_hash: BlockHash) -> Loan | None:
+        kept = self._kept.get(block_hash)
+        if kept is None:
+            return None
         # A slot is only written after its record was forgotten.
-        return len(record) if self._kept.get(block_hash) is kept else 0
+        return Loan(kept[1].data.toreadonly(), lambda: self._kept.get(block_hash) is kept)
 
     def _write(self, block_hash: BlockHash, record: memoryview) -> bool:
         with self._lock:

@@ -1,6 +1,6 @@
 """KVStore: records by block hash in one place. What may live where is the core's decision."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,15 @@ class Entry:
 
     block_hash: BlockHash
     parent: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A record to be copied from where it lies. A writer may overwrite it at any time: what was
+    read of it counts only if `kept` says afterwards that the store still has it there."""
+
+    record: memoryview  # to read only
+    kept: Callable[[], bool] = lambda: True
 
 
 class KVStore(Protocol):
@@ -54,6 +63,12 @@ class KVStore(Protocol):
     def get(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> list[int]:
         """Read each record to the start of its buffer; how many bytes, 0 where it is not here.
         Buffers are `slot_bytes` long and start at multiples of 4,096 bytes."""
+        ...
+
+    @property
+    def lend(self) -> Callable[[Sequence[BlockHash]], list[Loan | None]] | None:
+        """Each record where it lies in this machine's memory, not checked either; None where it is
+        not here. There is no such method (None) where records are not in memory."""
         ...
 
     def put(self, keys: Sequence[RecordKey], records: Sequence[memoryview]) -> list[bool]:
