@@ -20,7 +20,7 @@ print(json.dumps({{"jobs": [{{**job, "usr_cpu": 4.0, "sys_cpu": 16.0}}] * 4}}))
 
 
 def measure(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[dict[str, Any], str]:
-    words = ["--bytes", "1MiB", "--kv-bytes", "60000", "--pairs", "2", "--pause", "0"]
+    words = ["--bytes", "1MiB", "--kv-bytes", "57600", "--pairs", "2", "--pause", "0"]
     assert cli.main(["bench", "restore", *words, "--json", "--folder", str(folder)]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
@@ -61,6 +61,12 @@ def test_without_fio_it_says_so(
         for share in ("share", "share_per_cpu_s"):
             low, high = tier[f"{share}_interval"]
             assert 0 < low <= tier[share] <= high
+
+
+def test_a_block_has_all_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--kv-bytes", "60000", "--bytes", "1MiB", "--folder", str(tmp_path)]
+    assert cli.main(["bench", "restore", *words]) == 2
+    assert "not a multiple of 1,920" in capsys.readouterr().err
 
 
 def test_shares_are_of_pairs() -> None:

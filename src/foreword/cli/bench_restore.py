@@ -1,8 +1,8 @@
 """`foreword bench restore`: how fast blocks come back from host memory and from disk, checked.
 
 Beside each, in interleaved pairs with a pause before every run, what the machine can do at most:
-for host memory a memcpy between buffers of the same size and number; for the disk fio, reading the
-store's own file at random, past the page cache, as much in one read and as many reads at once.
+for host memory a memcpy of the same bytes, on one thread; for the disk fio, reading the store's own
+file at random, past the page cache, as much in one read and as many reads at once.
 """
 
 import argparse
@@ -24,20 +24,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from foreword.cli.failure import Failure
 from foreword.cli.measure import mean_interval
-from foreword.cli.scratch import PAGE_BYTES, Blocks
+from foreword.cli.scratch import BLOCK_SIZE, PAGE_BYTES, Blocks
 from foreword.cli.settings import count, size
 from foreword.cli.verify_store import scratch_folder
 from foreword.core.block import BlockHash
 from foreword.engine.files import cache_folder
-from foreword.store.codec import check
+from foreword.engine.kv import LayerShape, PagedKV
+from foreword.store.codec import check, kv_offset
 from foreword.store.disk import DiskStore
 from foreword.store.host import HostStore
-from foreword.store.store import KVStore
+from foreword.store.store import KVStore, Loan
 
 NO_FIO = "fio is not installed (apt install fio): beside bare reads of the same kind instead"
 BUFFERS = 8  # of each thread, in turns
+LAYERS = 30  # of the default model: a block goes to as many places for keys and for values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=size, default="512MiB", help="of blocks, each read once")
     parser.add_argument("--kv-bytes", type=size, default="360KiB", help="of one block")
     parser.add_argument("--pairs", type=count, default=15)
-    parser.add_argument("--threads", type=count, default=2, help="that read from host memory")
+    parser.add_argument("--threads", type=count, default=2, help="that verify in host memory")
     parser.add_argument("--depth", type=count, default=4, help="reads of the disk at once")
-    parser.add_argument("--run", type=count, default=4, help="neighbours in one read of the disk")
+    parser.add_argument("--run", type=count, default=4, help="neighbours in one read")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds before each run")
 
 
@@ -82,24 +87,52 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def host_tier(blocks: Blocks, threads: int, args: argparse.Namespace) -> dict[str, Any]:
-    num_blocks, num_bytes = len(blocks.keys), blocks.record_bytes
-    source = buffers(num_blocks, num_bytes)
-    for buffer, record in zip(source, blocks.records, strict=True):
-        buffer.view[:num_bytes] = record
-    with closing(HostStore(num_blocks * len(source[0].view), num_bytes)) as store:
+    """As the engine does it: `threads` verify records where they lie, one more copies their KV into
+    the pool and confirms. The limit is what that one could do at most: memcpy of the same KV to the
+    same memory in the same order, each block to one place instead of to one in each layer."""
+    num_blocks, kv_bytes = len(blocks.keys), blocks.kv_bytes
+    kv, kv_start = pool_for(num_blocks, kv_bytes), kv_offset(BLOCK_SIZE)
+    with closing(HostStore(2 * num_blocks * blocks.record_bytes, blocks.record_bytes)) as store:
         store.put(blocks.keys, blocks.records)
 
-        def memcpy(numbers: range, targets: Sequence[Buffer]) -> None:
-            for number, target in zip(numbers, targets, strict=True):
-                ctypes.memmove(target.address, source[number].address, num_bytes)
+        def verified(numbers: range) -> list[Loan]:
+            loans = [loan for loan in store.lend([blocks.hashes[i] for i in numbers]) if loan]
+            for number, loan in zip(numbers, loans, strict=True):
+                check(loan.record, blocks.keys[number])
+            return loans
 
-        restore = restorer(store, blocks)
-        pairs = interleaved(
-            lambda: timed(restore, blocks, 1, threads),
-            lambda: timed(memcpy, blocks, 1, threads),
-            args,
-        )
+        def restore(order: Sequence[range]) -> None:
+            with ThreadPoolExecutor(threads) as pool:
+                for turn, loans in enumerate(pool.map(verified, order)):
+                    places = range(turn * args.run, (turn + 1) * args.run)
+                    kv.write_blocks(places, [loan.record[kv_start:] for loan in loans])
+                    assert all(loan.kept() for loan in loans)
+
+        records = [loan.record for loan in verified(range(num_blocks))]
+        sources = [np.frombuffer(record, np.uint8).ctypes.data + kv_start for record in records]
+        start = kv.keys[0].data_ptr()
+
+        def memcpy(order: Sequence[range]) -> None:
+            numbers = (number for run in order for number in run)
+            for at, number in enumerate(numbers):
+                ctypes.memmove(start + at * kv_bytes, sources[number], kv_bytes)
+
+        def speed(work: Callable[[Sequence[range]], None]) -> Speed:
+            order = shuffled(num_blocks, args.run)
+            return clocked(lambda: work(order), len(order) * args.run * kv_bytes)
+
+        pairs = interleaved(lambda: speed(restore), lambda: speed(memcpy), args)
     return {"tier": "host", "threads": threads, "limit": "memcpy", **compared(pairs)}
+
+
+def pool_for(num_blocks: int, kv_bytes: int) -> PagedKV:
+    """A device pool in which a block has as many bytes."""
+    unit = LAYERS * 2 * BLOCK_SIZE * torch.bfloat16.itemsize
+    size, rest = divmod(kv_bytes, unit)
+    if rest:
+        raise Failure(f"--kv-bytes {kv_bytes} is not a multiple of {unit:,}", "usage")
+    layers = [LayerShape(1, size, size, None)] * LAYERS
+    return PagedKV(layers, num_blocks, BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
 
 
 def disk_tier(blocks: Blocks, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -163,21 +196,31 @@ def buffers(number: int, record_bytes: int) -> list[Buffer]:
 
 def timed(read: Read, blocks: Blocks, run: int, threads: int) -> Speed:
     """Read each block once, `run` neighbours in one call, in random order, from `threads`."""
-    num_runs = len(blocks.keys) // run
-    order = random.sample(range(num_runs), num_runs)
+    order = shuffled(len(blocks.keys), run)
     lanes = [buffers(max(run, BUFFERS), blocks.record_bytes) for _ in range(threads)]
 
     def lane(first: int) -> None:
-        for turn, number in enumerate(order[first::threads]):
+        for turn, numbers in enumerate(order[first::threads]):
             at = turn * run % (len(lanes[first]) - run + 1)
-            read(range(number * run, (number + 1) * run), lanes[first][at : at + run])
+            read(numbers, lanes[first][at : at + run])
 
     with ThreadPoolExecutor(threads) as pool:
-        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        list(pool.map(lane, range(threads)))
-        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-    gigabytes = num_runs * run * blocks.record_bytes / 1e9
-    return Speed(gigabytes / seconds, gigabytes / cpu_s)
+        return clocked(
+            lambda: list(pool.map(lane, range(threads))), len(order) * run * blocks.record_bytes
+        )
+
+
+def shuffled(num_blocks: int, run: int) -> list[range]:
+    """Blocks by their numbers, `run` neighbours together, each run once."""
+    runs = [range(start, start + run) for start in range(0, num_blocks - run + 1, run)]
+    return random.sample(runs, len(runs))
+
+
+def clocked(work: Callable[[], object], num_bytes: int) -> Speed:
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    work()
+    seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    return Speed(num_bytes / 1e9 / seconds, num_bytes / 1e9 / cpu_s)
 
 
 def fio(file: Path, num_reads: int, read_bytes: int, depth: int) -> Speed:
