@@ -84,9 +84,11 @@ def test_a_closed_store_keeps_nothing(store: KVStore) -> None:
     assert loan.record == RECORDS[0], "the memory stays while it is lent"
 
 
-def copy_over_and_over(store: KVStore, done: threading.Event) -> tuple[int, list[int]]:
-    """How many records were accepted before `done`, and which of them were others."""
-    num_accepted, wrong = 0, []
+def copy_over_and_over(
+    store: KVStore, done: threading.Event, num_accepted: list[int], reader: int
+) -> list[int]:
+    """Which of the records accepted before `done` were others. Counts in `num_accepted`."""
+    wrong = []
     while not done.is_set():
         for i, loan in enumerate(lend(store, *range(len(KEYS)))):
             try:
@@ -97,19 +99,21 @@ def copy_over_and_over(store: KVStore, done: threading.Event) -> tuple[int, list
                 continue
             copy = bytes(loan.record)
             if loan.kept():
-                num_accepted += 1
+                num_accepted[reader] += 1
                 if copy != RECORDS[i]:
                     wrong.append(i)
-    return num_accepted, wrong
+    return wrong
 
 
 def test_readers_never_accept_what_a_writer_overwrites(store: KVStore) -> None:
     """Slots change hands under three readers: they copy the whole record or none."""
-    done = threading.Event()
+    done, num_accepted = threading.Event(), [0, 0, 0]
     with ThreadPoolExecutor(3) as pool:
-        readers = [pool.submit(copy_over_and_over, store, done) for _ in range(3)]
+        readers = [pool.submit(copy_over_and_over, store, done, num_accepted, i) for i in range(3)]
         try:
-            for turn in range(60):
+            for turn in range(100_000):
+                if turn >= 60 and min(num_accepted) >= 20:
+                    break
                 numbers = [(turn * 7 + i) % len(KEYS) for i in range(store.capacity // 2)]
                 store.put([KEYS[i] for i in numbers], [RECORDS[i] for i in numbers])
                 store.delete([HASHES[i] for i in numbers[::2]])
@@ -117,8 +121,8 @@ def test_readers_never_accept_what_a_writer_overwrites(store: KVStore) -> None:
         finally:
             done.set()
         results = [reader.result() for reader in readers]
-    assert all(num_accepted for num_accepted, _wrong in results)
-    assert [wrong for _num_accepted, wrong in results] == [[]] * 3
+    assert min(num_accepted) >= 20
+    assert results == [[]] * 3
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.SWAP, Fault.TRUNCATE])

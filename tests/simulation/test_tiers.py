@@ -40,10 +40,7 @@ class TieredWorld(World):
     def tiers(self):
         longest = -(-60 // self.block_size)
         sizes = [self.random.randint(1, 6 * longest) for _ in range(self.random.randint(1, 2))]
-        return [
-            Tier(f"tier{i}", size, shared=self.random.random() < 0.3)
-            for i, size in enumerate(sizes)
-        ]
+        return [Tier(size, shared=self.random.random() < 0.3) for i, size in enumerate(sizes)]
 
     @property
     def awaits_tiers(self):

@@ -41,7 +41,7 @@ def forget(cache):
 
 
 def test_full_blocks_are_stored_when_published():
-    cache = cache_with(Tier("host", 9), Tier("disk", 9))
+    cache = cache_with(Tier(9), Tier(9))
     lease, _ = cache.admit(chain(1, 2, 3, 4, 5))
     cache.filled(lease, 3)
     stores = [Store(tier, lease.chain, 0, (lease.block_ids[0],)) for tier in (0, 1)]
@@ -55,7 +55,7 @@ def test_full_blocks_are_stored_when_published():
 
 
 def test_what_was_evicted_is_loaded_and_can_be_used_by_others():
-    cache = cache_with(Tier("host", 9))
+    cache = cache_with(Tier(9))
     run(cache, 1, 2, 3, 4, 5, 6, 7)
     forget(cache)
     lease, [load] = cache.admit(chain(1, 2, 3, 4, 5, 6, 7))
@@ -76,7 +76,7 @@ def test_what_was_evicted_is_loaded_and_can_be_used_by_others():
 
 
 def test_the_last_token_is_computed_though_a_tier_has_its_block():
-    cache = cache_with(Tier("host", 9))
+    cache = cache_with(Tier(9))
     run(cache, 1, 2, 3, 4, 5)
     forget(cache)
     lease, [load] = cache.admit(chain(1, 2, 3, 4))
@@ -86,7 +86,7 @@ def test_the_last_token_is_computed_though_a_tier_has_its_block():
 
 
 def test_blocks_that_come_out_of_order_leave_a_gap_to_compute():
-    cache = cache_with(Tier("host", 9))
+    cache = cache_with(Tier(9))
     run(cache, *range(9))
     forget(cache)
     lease, [load] = cache.admit(chain(*range(9)))
@@ -107,7 +107,7 @@ def test_blocks_that_come_out_of_order_leave_a_gap_to_compute():
 
 
 def test_what_is_gone_is_stored_again():
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     cache = cache_with(tier)
     run(cache, *range(7))
     forget(cache)
@@ -124,7 +124,7 @@ def test_what_is_gone_is_stored_again():
 
 
 def test_each_run_comes_from_the_fastest_tier_that_has_it():
-    fast, slow = Tier("host", 2), Tier("disk", 9)
+    fast, slow = Tier(2), Tier(9)
     cache = cache_with(fast, slow)
     run(cache, *range(9))
     assert fast.num_blocks == 2
@@ -143,7 +143,7 @@ def test_each_run_comes_from_the_fastest_tier_that_has_it():
 
 
 def test_a_partial_block_is_copied_where_no_tier_has_it_whole():
-    cache = cache_with(Tier("host", 9))
+    cache = cache_with(Tier(9))
     run(cache, 1, 2, 3, 4, 5)
     lease, [copy] = cache.admit(chain(1, 2, 3, 4, 5, 6))
     assert isinstance(copy, Copy)
@@ -156,7 +156,7 @@ def test_a_partial_block_is_copied_where_no_tier_has_it_whole():
 
 
 def test_a_shared_tier_is_asked_for_what_nothing_nearer_has():
-    own, shared = Tier("host", 9), Tier("disk", 9, shared=True)
+    own, shared = Tier(9), Tier(9, shared=True)
     cache = cache_with(own, shared)
     asked = chain(1, 2, 3, 4, 5)
     assert cache.probe(asked) == [Probe(1, asked, 0)]
@@ -172,7 +172,7 @@ def test_a_shared_tier_is_asked_for_what_nothing_nearer_has():
 
 
 def test_what_others_have_is_loaded_and_not_stored_again():
-    tier = Tier("disk", 9, shared=True)
+    tier = Tier(9, shared=True)
     cache = cache_with(tier)
     lease, [load] = cache.admit(chain(*range(9)), elsewhere={0: 3})
     assert (load.start, load.stop) == (0, 3)
@@ -186,7 +186,7 @@ def test_what_others_have_is_loaded_and_not_stored_again():
 
 
 def test_a_store_that_failed_is_tried_again_and_dropped_in_between():
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     cache = cache_with(tier)
     lease, _ = cache.admit(chain(*range(7)))
     cache.filled(lease, 4)
@@ -205,7 +205,7 @@ def test_a_store_that_failed_is_tried_again_and_dropped_in_between():
 
 
 def test_room_is_made_before_a_store():
-    tier = Tier("disk", 2)
+    tier = Tier(2)
     cache = cache_with(tier)
     run(cache, 1, 2, 3)
     run(cache, 5, 6, 7)
@@ -219,7 +219,7 @@ def test_room_is_made_before_a_store():
 
 
 def test_a_prompt_that_the_device_knows_counts_as_used_below():
-    tier = Tier("disk", 2)
+    tier = Tier(2)
     cache = cache_with(tier)
     run(cache, 1, 2, 3)
     run(cache, 5, 6, 7)
@@ -229,13 +229,13 @@ def test_a_prompt_that_the_device_knows_counts_as_used_below():
 
 
 def test_without_reuse_there_are_no_tiers():
-    cache = KVCache(8, 2, reuse=False, tiers=[Tier("disk", 9)])
+    cache = KVCache(8, 2, reuse=False, tiers=[Tier(9)])
     assert run(cache, 1, 2, 3, 4, 5) == []
     assert cache.probe(chain(1, 2, 3)) == []
 
 
 def test_who_must_see_every_token_computed_loads_nothing():
-    cache = cache_with(Tier("host", 9))
+    cache = cache_with(Tier(9))
     run(cache, 1, 2, 3, 4, 5)
     forget(cache)
     lease, effects = cache.admit(chain(1, 2, 3, 4, 5), match=False)
@@ -244,7 +244,7 @@ def test_who_must_see_every_token_computed_loads_nothing():
 
 
 def test_clear_empties_the_tiers():
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     cache = cache_with(tier)
     run(cache, 1, 2, 3, 4, 5)
     assert cache.clear()
@@ -253,7 +253,7 @@ def test_clear_empties_the_tiers():
 
 
 def test_a_released_lease_wants_nothing_more():
-    cache = cache_with(Tier("host", 9))
+    cache = cache_with(Tier(9))
     run(cache, 1, 2, 3, 4, 5)
     forget(cache)
     lease, [load] = cache.admit(chain(1, 2, 3, 4, 5))

@@ -34,7 +34,7 @@ def hashes(chain):
 
 
 def test_the_least_recent_leaf_leaves_first():
-    tier = Tier("host", 5)
+    tier = Tier(5)
     assert filled(tier, "abc", "ax") == []
     tier.touch(hashes("abc"), 3)
     assert tier.num_blocks == 4
@@ -47,7 +47,7 @@ def test_the_least_recent_leaf_leaves_first():
 
 
 def test_a_parent_counts_as_used_when_its_child_was():
-    tier = Tier("host", 4)
+    tier = Tier(4)
     filled(tier, "ab", "cd")
     tier.touch(hashes("ab"), 2)
     assert filled(tier, "e") == [name("d")]
@@ -58,7 +58,7 @@ def test_a_parent_counts_as_used_when_its_child_was():
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_front():
-    tier = Tier("host", 2)
+    tier = Tier(2)
     assert filled(tier, "abcd") == []
     assert tier.num_ready(hashes("abcd"), 0, 4) == 2
     assert filled(tier, "abcd") == []
@@ -66,7 +66,7 @@ def test_a_chain_longer_than_the_tier_keeps_its_front():
 
 
 def test_what_is_being_written_is_kept_but_not_ready():
-    tier = Tier("host", 4)
+    tier = Tier(4)
     assert tier.claim(name("a"), ROOT)
     assert (tier.num_kept(hashes("a"), 0, 1), tier.num_ready(hashes("a"), 0, 1)) == (1, 0)
     tier.stored(name("a"))
@@ -77,7 +77,7 @@ def test_what_is_being_written_is_kept_but_not_ready():
 
 
 def test_a_loss_hides_the_children_until_it_is_stored_again():
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     filled(tier, "abcd")
     tier.remove(name("b"))
     check_tier(tier)
@@ -99,7 +99,7 @@ def test_a_loss_hides_the_children_until_it_is_stored_again():
 
 def test_a_child_whose_parent_others_store():
     """The parent is not ours: it may be known later, and then has its child."""
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     assert tier.claim(name("c"), name("b"))
     check_tier(tier)
     assert tier.num_ready(hashes("bc"), 0, 2) == 0
@@ -111,7 +111,7 @@ def test_a_child_whose_parent_others_store():
 
 
 def test_a_reopened_tier_keeps_its_order():
-    tier = Tier("disk", 3)
+    tier = Tier(3)
     tier.restore([(name("c"), name("b")), (name("b"), name("a")), (name("a"), ROOT)])
     check_tier(tier)
     assert tier.num_ready(hashes("abc"), 0, 3) == 3
@@ -120,7 +120,7 @@ def test_a_reopened_tier_keeps_its_order():
 
 
 def test_clear_tells_what_there_was():
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     filled(tier, "abc", "x")
     tier.remove(name("b"))
     assert sorted(tier.clear()) == sorted(hashes("acx"))
@@ -131,16 +131,25 @@ def test_clear_tells_what_there_was():
 
 
 def test_no_block_is_claimed_twice():
-    tier = Tier("disk", 9)
+    tier = Tier(9)
     filled(tier, "a")
     with pytest.raises(AssertionError, match="kept already"):
         tier.claim(name("a"), ROOT)
 
 
 def test_many_uses_leave_no_heap_behind():
-    tier = Tier("host", 8)
+    tier = Tier(8)
     filled(tier, "abcd")
     for _ in range(1000):
         tier.touch(hashes("abcd"), 4)
     assert len(tier._leaves) <= 2 * len(tier._entries) + 1
     check_tier(tier)
+
+
+def test_what_lost_its_child_counts_as_used_when_that_was():
+    tier = Tier(3)
+    filled(tier, "ab", "x")
+    tier.touch(hashes("ab"), 2)
+    tier.remove(name("b"))
+    assert filled(tier, "y") == []
+    assert filled(tier, "z") == [name("x")], "a was used later, through b"

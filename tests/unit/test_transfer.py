@@ -80,7 +80,7 @@ def world(monkeypatch):
     monkeypatch.setattr(lane, "STAGING_BYTES", 4 * 4096)
     monkeypatch.setattr(transfer, "LOAD_S", 0.2)
     stores = [GatedStore("fast"), GatedStore("slow")]
-    cache = KVCache(20, SIZE, tiers=[Tier(store.name, 1000) for store in stores])
+    cache = KVCache(20, SIZE, tiers=[Tier(1000) for store in stores])
     moves = Transfer(cache, kv, stores, 1, lambda: None)
     yield SimpleNamespace(kv=kv, stores=stores, cache=cache, moves=moves)
     for store in stores:

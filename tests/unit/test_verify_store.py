@@ -83,7 +83,9 @@ def test_without_the_check_faults_are_served(
 def test_a_scorecard_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--store", "host:"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "host bit flip miss 16 miss"
+    assert lines[0] == "store what befalls it worst what came of the blocks"
+    assert lines[1] == "host bit flip miss 16 miss"
+    assert "no wrong byte was served in 13 kinds of faults" in lines
     assert lines[-2:] == ["ok True", "silent 0"]
 
 

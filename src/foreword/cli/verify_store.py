@@ -64,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store",
         action="append",
         metavar="URL",
-        help="is a store's fault ever served: host: or file:///PATH, several times too"
-        " (without --exact: both, the path being FOREWORD_CACHE_DIR)",
+        help="what is served when this store fails: host: or file:///FOLDER; may be given several"
+        " times (host: and the cache folder, unless --exact or --kills is given)",
     )
     parser.add_argument(
         "--kills",
         type=count,
         metavar="ROUNDS",
-        help="kill two writers of a disk folder at random moments, so often (two seconds each)",
+        help="kill two writers of a disk folder at random moments, so often (3 seconds each)",
     )
     exact = parser.add_argument_group("for --exact")
     exact.add_argument("--model", default="smollm2", help="smollm2, or a folder")
@@ -130,10 +130,12 @@ def _folder_of(url: str) -> Path:
 
 
 def print_scorecard(results: list[dict[str, Any]], silent: int) -> None:
+    print(f"{'store':6}{'what befalls it':44}{'worst':11}what came of the blocks")
     for row in results:
         counts = ", ".join(f"{number} {name}" for name, number in row["blocks"].items())
         print(f"{row['store']:6}{row['fault']:44}{row['outcome']:11}{counts}")
-    print()
+    wrong = f"{silent:,} wrong bytes were" if silent else "no wrong byte was"
+    print(f"\n{wrong} served in {len(results)} kinds of faults\n")
 
 
 def try_store(url: str, seed: int) -> list[dict[str, Any]]:
@@ -160,7 +162,8 @@ def row(store: str, fault: str, tally: Tally) -> dict[str, Any]:
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """Gone afterwards. Raises Failure where there can be none."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        if parent == cache_folder().absolute():
+            parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="verify-", dir=parent))
     except OSError as error:
         raise Failure(f"--store: {parent} cannot be written: {error.strerror}", "failed") from error

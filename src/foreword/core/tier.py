@@ -32,9 +32,8 @@ class Tier:
     """Room for `capacity` blocks. `reads` and `writes` say whether it takes part at present: its
     driver turns them off while the place hangs or fails."""
 
-    def __init__(self, name: str, capacity: int, *, shared: bool = False) -> None:
+    def __init__(self, capacity: int, *, shared: bool = False) -> None:
         """With `shared`, others write there too: what it holds of theirs is found by Probe."""
-        self.name = name
         self.capacity = capacity
         self.shared = shared
         self.reads = True
@@ -123,7 +122,7 @@ class Tier:
             entry = entries.get(hashes[at])
             if entry is None or entry.kept < least:
                 return at - start
-        return max(0, stop - start)
+        return stop - start
 
     def _add(self, block_hash: BlockHash, parent: BlockHash, kept: Kept) -> None:
         entry = self._entries.setdefault(block_hash, _Entry())

@@ -33,6 +33,6 @@ def open_stores(settings: EngineSettings, record_bytes: int) -> list[KVStore]:
 
 def tier_of(store: KVStore) -> Tier:
     """The core's view of a store, with what was found in it."""
-    tier = Tier(store.name, store.capacity, shared=store.shared)
+    tier = Tier(store.capacity, shared=store.shared)
     tier.restore((entry.block_hash, entry.parent) for entry in store.entries())
     return tier
