@@ -3,8 +3,6 @@
 import os
 import struct
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -27,16 +25,6 @@ from disks import (
 from foreword.store.disk import DiskStore
 from foreword.store.part import OwnPart
 from foreword.store.table import NUM_RECENT, Table
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Stores]:
-    folder = tmp_path / "kv"
-    folder.mkdir()
-    opened = Stores(folder)
-    yield opened
-    for store in opened.opened:
-        store.close()
 
 
 def test_golden_layout(stores: Stores) -> None:

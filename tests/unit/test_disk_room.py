@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -31,16 +30,6 @@ from foreword.store.disk import DiskStore
 from foreword.store.folder import Folder, num_slots_within, part_bytes
 from foreword.store.part import OwnPart
 from foreword.store.table import Table
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Stores]:
-    folder = tmp_path / "kv"
-    folder.mkdir()
-    opened = Stores(folder)
-    yield opened
-    for store in opened.opened:
-        store.close()
 
 
 @pytest.mark.parametrize("budget", [100_000, MIB, 3 * MIB + 12345])

@@ -9,7 +9,6 @@ import argparse
 import ctypes
 import json
 import math
-import mmap
 import os
 import random
 import shutil
@@ -29,7 +28,7 @@ import torch
 
 from foreword.cli.failure import Failure
 from foreword.cli.measure import mean_interval
-from foreword.cli.scratch import BLOCK_SIZE, PAGE_BYTES, Blocks
+from foreword.cli.scratch import BLOCK_SIZE, Blocks
 from foreword.cli.settings import count, size
 from foreword.cli.verify_store import scratch_folder
 from foreword.core.block import BlockHash
@@ -38,6 +37,7 @@ from foreword.engine.kv import LayerShape, PagedKV
 from foreword.store.codec import check, kv_offset
 from foreword.store.disk import DiskStore
 from foreword.store.host import HostStore
+from foreword.store.pages import arena, whole_pages
 from foreword.store.store import KVStore, Loan
 
 NO_FIO = "fio is not installed (apt install fio): beside bare reads of the same kind instead"
@@ -181,13 +181,11 @@ def restorer(store: KVStore, blocks: Blocks) -> Read:
 
 def buffers(number: int, record_bytes: int) -> list[Buffer]:
     """As a pool of staging buffers: in huge pages where the system has them, all touched."""
-    slot_bytes = -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
-    arena = mmap.mmap(-1, number * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        arena.madvise(mmap.MADV_HUGEPAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+    slot_bytes = whole_pages(record_bytes)
+    memory = arena(number * slot_bytes)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ctypes.memset(start, 1, number * slot_bytes)
-    view = memoryview(arena)
+    view = memoryview(memory)
     return [
         Buffer(view[at : at + slot_bytes], start + at)
         for at in range(0, number * slot_bytes, slot_bytes)

@@ -1,6 +1,5 @@
 """Blocks of random bytes to try a store with, and what became of them."""
 
-import mmap
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -9,16 +8,16 @@ import numpy as np
 
 from foreword.core.block import BlockHash, Chain, token_key
 from foreword.store.codec import BadRecord, RecordKey, check, kv_offset, record_bytes, seal
+from foreword.store.pages import arena, whole_pages
 from foreword.store.store import KVStore
 
 BLOCK_SIZE = 16  # tokens
-PAGE_BYTES = 4096
 OUTCOMES = ("recovered", "miss", "refused", "error", "SILENT")  # from best to worst
 
 
 def pages(num_bytes: int) -> memoryview:
     """Zeros from the start of a page on, in whole pages."""
-    return memoryview(mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES))
+    return memoryview(arena(whole_pages(num_bytes)))
 
 
 class Blocks:

@@ -8,10 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-from foreword.cli.scratch import PAGE_BYTES, Blocks
+from foreword.cli.scratch import Blocks
 from foreword.core.block import BlockHash
 from foreword.store.codec import MAGIC
 from foreword.store.disk import DiskStore
+from foreword.store.pages import PAGE_BYTES
 
 Damage = Callable[[Sequence[Path], Random], None]
 

@@ -166,7 +166,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
             parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="verify-", dir=parent))
     except OSError as error:
-        raise Failure(f"--store: {parent} cannot be written: {error.strerror}", "failed") from error
+        raise Failure(f"{parent} cannot be written: {error.strerror}", "failed") from error
     try:
         yield folder
     finally:

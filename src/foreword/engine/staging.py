@@ -4,7 +4,6 @@ Stores read and write here, never in the pool, so that a late or damaged read ca
 Only what a store lends is copied from where it lies.
 """
 
-import mmap
 from collections import deque
 
 import numpy as np
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from foreword.engine.kv import PagedKV, block_bytes
 from foreword.store.codec import kv_offset, record_bytes
+from foreword.store.pages import arena, whole_pages
 
-PAGE_BYTES = 4096  # what direct I/O wants buffers to be multiples of
 CELL_BYTES = 2 << 20  # of one read or write: many small ones are what makes SSDs slow
 
 
@@ -26,16 +25,14 @@ class Staging:
         dtype = kv.keys[0].dtype
         kv_bytes = block_bytes(kv.layers, kv.block_size, dtype)
         self.record_bytes = record_bytes(kv.block_size, kv_bytes)
-        self.slot_bytes = -(-self.record_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = whole_pages(self.record_bytes)
         self.cell_blocks = max(1, CELL_BYTES // self.slot_bytes)
         self.num_cells = max(2, num_bytes // (self.cell_blocks * self.slot_bytes))
         num_slots = self.num_cells * self.cell_blocks
         if kv.keys[0].device.type == "cuda":
             raw = torch.empty(num_slots * self.slot_bytes, dtype=torch.uint8, pin_memory=True)
         else:
-            pages = mmap.mmap(-1, num_slots * self.slot_bytes, flags=mmap.MAP_PRIVATE)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages = arena(num_slots * self.slot_bytes)
             raw = torch.from_numpy(np.frombuffer(pages, np.uint8))
         self._bytes = raw.numpy().data
         first = kv_offset(kv.block_size) // dtype.itemsize

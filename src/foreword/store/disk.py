@@ -15,7 +15,8 @@ from pathlib import Path
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
 from foreword.store.folder import Folder, num_slots_within, part_bytes
-from foreword.store.part import PAGE_BYTES, Part
+from foreword.store.pages import whole_pages
+from foreword.store.part import Part
 from foreword.store.store import Entry
 from foreword.store.table import hashes_of
 
@@ -42,7 +43,7 @@ class DiskStore:
     def __init__(self, folder: Path, budget_bytes: int, record_bytes: int) -> None:
         """The folder must exist. Raises OSError where it cannot be used."""
         self.record_bytes = record_bytes
-        self.slot_bytes = -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = whole_pages(record_bytes)
         self._folder = Folder(folder, budget_bytes, self.grace_s)
         self._others: tuple[tuple[str, Part], ...] = ()
         self._refreshing = threading.Lock()

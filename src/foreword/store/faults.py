@@ -1,7 +1,6 @@
 """FaultyStore: a store that fails on purpose, for tests and `foreword verify --store`."""
 
 import errno
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,9 +9,8 @@ from random import Random
 
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
+from foreword.store.pages import PAGE_BYTES, arena, whole_pages
 from foreword.store.store import Entry, KVStore, Loan
-
-_PAGE_BYTES = 4096
 
 
 class Fault(StrEnum):
@@ -165,8 +163,8 @@ class FaultyStore:
             return self._fault is Fault.LOSE
         if self._fault is Fault.STALE:
             return self._store.put([key], [older or record])[0]
-        num_pages = self._draw.randrange(-(-len(record) // _PAGE_BYTES))
-        kept = self._store.put([key], [_copied(record, num_pages * _PAGE_BYTES)])[0]
+        num_pages = self._draw.randrange(-(-len(record) // PAGE_BYTES))
+        kept = self._store.put([key], [_copied(record, num_pages * PAGE_BYTES)])[0]
         if self._fault is Fault.CRASH:
             self._crashed = True
             raise OSError(errno.EIO, "an injected crash")
@@ -175,6 +173,6 @@ class FaultyStore:
 
 def _copied(record: memoryview, num_bytes: int) -> memoryview:
     """The first bytes of a record and then zeros, from the start of a page on."""
-    copy = memoryview(mmap.mmap(-1, -(-len(record) // _PAGE_BYTES) * _PAGE_BYTES))
+    copy = memoryview(arena(whole_pages(len(record))))
     copy[:num_bytes] = record[:num_bytes]
     return copy[: len(record)]

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
+from foreword.store.pages import PAGE_BYTES, whole_pages
 from foreword.store.part import (
-    PAGE_BYTES,
     OwnPart,
     Part,
     lock_table,
@@ -47,7 +47,7 @@ def part_bytes(num_slots: int, slot_bytes: int) -> int:
 
 def _most(length: int) -> int:
     num_bytes = length + -(-length // _MAP)
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return whole_pages(num_bytes)
 
 
 class Folder:

@@ -1,6 +1,5 @@
 """HostStore: records in one arena of this machine's memory, in slots of one size."""
 
-import mmap
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +8,8 @@ from numpy.typing import NDArray
 
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
+from foreword.store.pages import arena, whole_pages
 from foreword.store.store import Entry, Loan
-
-_PAGE_BYTES = 4096
 
 
 class HostStore:
@@ -22,17 +20,13 @@ class HostStore:
     shared = False
 
     def __init__(self, num_bytes: int, record_bytes: int) -> None:
-        self.slot_bytes = -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self.slot_bytes = whole_pages(record_bytes)
         self.capacity = num_bytes // self.slot_bytes
         if self.capacity < 1:
             raise ValueError(
                 f"{num_bytes} bytes of host memory hold no block: one takes {self.slot_bytes}"
             )
-        pages = mmap.mmap(
-            -1, self.capacity * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+        pages = arena(self.capacity * self.slot_bytes)
         self._arena = np.frombuffer(pages, np.uint8).reshape(self.capacity, self.slot_bytes)
         self._lock = threading.Lock()  # of what follows; never held while bytes are copied
         # Each record's slot and its bytes there: a new tuple with each put, so that a reader can

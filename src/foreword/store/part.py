@@ -11,7 +11,6 @@ tears, checksums find.
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 import time
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
+from foreword.store.pages import PAGE_BYTES, arena
 from foreword.store.table import (
     ROW_BYTES,
     TABLE_HEADER_BYTES,
@@ -37,7 +37,6 @@ from foreword.store.table import (
     slot_bytes_of,
 )
 
-PAGE_BYTES = 4096  # What direct I/O is aligned to, and slots with it.
 _REQUEST_BYTES = 64 << 20  # Far above where larger requests stop being faster.
 _MOST_VECTORS = 1024  # What the system takes in one call.
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -144,8 +143,8 @@ class OwnPart(Part):
         self._used: dict[BlockHash, int] = {}  # when, in ns: not in the table yet
         self._free: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._not_zeroed: set[int] = set()
-        self._pages = memoryview(mmap.mmap(-1, self._longest * PAGE_BYTES))
-        self._moving = memoryview(mmap.mmap(-1, slot_bytes))
+        self._pages = memoryview(arena(self._longest * PAGE_BYTES))
+        self._moving = memoryview(arena(slot_bytes))
         self.num_slots = os.fstat(slots_fd).st_size // slot_bytes
 
     def load(self, outside: Callable[[BlockHash], bool]) -> None:
