@@ -20,7 +20,7 @@ print(json.dumps({{"jobs": [{{**job, "usr_cpu": 4.0, "sys_cpu": 16.0}}] * 4}}))
 
 
 def measure(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[dict[str, Any], str]:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     words = ["--bytes", "1MiB", "--kv-bytes", "57600", "--pairs", "2", "--pause", "0"]
     assert cli.main(["bench", "restore", *words, "--json", "--folder", str(folder)]) == 0
     printed = capsys.readouterr()
