@@ -34,7 +34,14 @@ from mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).parent.parent
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
-FILES = ("core/block.py", "core/pool.py", "core/index.py", "core/tier.py", "core/cache.py")
+FILES = (
+    "core/block.py",
+    "core/pool.py",
+    "core/index.py",
+    "core/tier.py",
+    "core/lower.py",
+    "core/cache.py",
+)
 TEST_FOLDERS = ("unit", "property", "stateful", "simulation", "conformance")
 SCORE_MIN = 0.9
 NUM_WORKERS = 2

@@ -88,9 +88,8 @@ class LowerTiers:
         if not tier.writes:
             return
         at = lease.num_stored.get(number, 0)
-        if not (
-            at and tier.num_kept(hashes, at - 1, at)
-        ):  # its end may have left: then all is looked at
+        if not at or not tier.num_kept(hashes, at - 1, at):
+            # Its end left meanwhile, or it is the first time: all is looked at.
             at = min(lease.elsewhere.get(number, 0), stop)
         while (at := at + tier.num_kept(hashes, at, stop)) < stop:
             tier.touch(hashes, at)
