@@ -320,3 +320,12 @@ def test_damage_is_told_once_for_a_read(world, caplog):
     assert "of 2 lost" in told[0]
     assert world.moves.stats[0].lost == {"damaged": 9}
     settle(world, lambda: not world.stores[0].records)
+
+
+def test_a_store_that_hangs_when_it_is_closed_does_not_keep_the_server(world):
+    gate = threading.Event()
+    world.stores[0].close = lambda: gate.wait(10)
+    begin_s = time.monotonic()
+    world.moves.close(0.2)
+    assert time.monotonic() - begin_s < 2
+    gate.set()

@@ -127,16 +127,13 @@ class Transfer:
         return found
 
     def close(self, flush_s: float) -> None:
-        """Let what is being written be written, for that long; then end. A store that is still
-        being used then is left open."""
+        """Let what is being written be written and close the stores, in that time; what hangs is
+        left to the end of the process."""
         end_s = time.monotonic() + flush_s
         for lane in self._lanes:
-            ended = [
-                workers.close(max(0.0, end_s - time.monotonic()))
-                for workers in (lane.writer, lane.readers)
-            ]
-            if all(ended):
-                lane.store.close()
+            if lane.readers.close(max(0.0, end_s - time.monotonic())):
+                lane.writer.put(partial(self._close, lane))
+            lane.writer.close(max(0.0, end_s - time.monotonic()))
 
     def when_written(self, call: Callable[[], None]) -> None:
         """Call this, from some thread, when all that was asked so far is written or dropped."""
@@ -302,6 +299,13 @@ class Transfer:
         except Exception as error:  # noqa: BLE001 - as in _write
             lane.failed(lane.writing, f"tending failed: {error}")
         lane.tending = False
+
+    def _close(self, lane: Lane) -> None:
+        """On the writing thread, its last call."""
+        try:
+            lane.store.close()
+        except Exception as error:  # noqa: BLE001 - as in _write
+            log.warning("%s: closing failed: %s", lane.store.name, error)
 
     def _delete(self, lane: Lane, drop: Drop) -> None:
         """On the writing thread. What cannot be deleted is never served wrong."""
