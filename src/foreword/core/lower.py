@@ -46,9 +46,9 @@ class LowerTiers:
         lease, hashes = load.lease, load.lease.chain.hashes[start:stop]
         for block_hash in hashes:
             self.tiers[load.tier].remove(block_hash)
-        others = lease.elsewhere.get(load.tier, 0)
-        lease.elsewhere = {**lease.elsewhere, load.tier: min(others, start)}
-        lease.num_stored.clear()
+        if load.tier in lease.elsewhere:
+            others = min(lease.elsewhere[load.tier], start)
+            lease.elsewhere = {**lease.elsewhere, load.tier: others}
         self._drop(load.tier, hashes)
 
     def touch(self, lease: Lease) -> None:
