@@ -221,11 +221,12 @@ def test_a_tier_that_hangs_delays_nobody_beyond_its_deadline(
                 await left
             reply = await other
             assert reply.token_ids == truth[0][0]
-            assert time.monotonic() - begin_s < 3.0
-            # The next one is not delayed at all: the tier is left alone.
-            assert (await ask(engine, PROMPTS[2][:150], SAMPLING)).ttft_s < 0.3
-            lane = engine.transfer._lanes[0]
-            assert engine.stats.tiers[0].lost["late"] > 0
+            assert time.monotonic() - begin_s < 8.0, "the read hangs for ever"
+            # The next one is not delayed: the tier is left alone.
+            lane, late = engine.transfer._lanes[0], engine.stats.tiers[0].lost["late"]
+            await ask(engine, PROMPTS[2][:150], SAMPLING)
+            assert engine.stats.tiers[0].lost["late"] == late > 0
+            assert not list(lane.reads)
             stores[0].release()
             for _ in range(200):
                 await asyncio.sleep(0.01)
