@@ -59,9 +59,9 @@ class TimedCache:
         return self._timed(member) if callable(member) else member
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             begin_s = time.thread_time()
-            result = call(*args)
+            result = call(*args, **named)
             self.cpu_s += time.thread_time() - begin_s
             return result
 
