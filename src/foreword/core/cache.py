@@ -102,9 +102,8 @@ class KVCache:
         self._lead(lease)
         if source is None:
             for number, first, stop in runs:
-                self.lower.tiers[number].touch(
-                    chain.hashes, stop
-                )  # so that it stays until it is read
+                # So that it stays until it is read.
+                self.lower.tiers[number].touch(chain.hashes, stop)
                 states[first:stop] = bytes([BlockState.LOADING]) * (stop - first)
             return lease, [Load(lease, *run) for run in runs]
         lease.copy = Copy(source[0], fresh[0], source[1])

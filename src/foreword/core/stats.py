@@ -43,7 +43,6 @@ class TierStats:
     lost: dict[str, int] = field(default_factory=dict)  # blocks that a load did not bring, by why
     read_s: Histogram = field(default_factory=Histogram)
     write_s: Histogram = field(default_factory=Histogram)
-    num_blocks: int = 0
     num_bytes: int = 0
 
     def count_lost(self, reason: str, num_blocks: int) -> None:

@@ -51,11 +51,8 @@ class Transfer:
 
     @property
     def stats(self) -> tuple[TierStats, ...]:
-        """Counts by tier, and what they keep. For any thread."""
-        return tuple(
-            replace(lane.stats, num_blocks=tier.num_blocks, num_bytes=lane.store.num_bytes)
-            for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
-        )
+        """Counts by tier, and what it takes of its place. For any thread."""
+        return tuple(replace(lane.stats, num_bytes=lane.store.num_bytes) for lane in self._lanes)
 
     def count_hits(self, restored: Mapping[int, int]) -> dict[str, int]:
         """Tokens of a prompt, by the tier that they came from. Returns them by its name."""
