@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foreword.engine import gguf
-from foreword.engine.files import cache_folder, digest_of
+from foreword.store.files import cache_folder, digest_of
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from foreword.cli.serve import banner, bind, check_device, url
 from foreword.cli.settings import (
     default_kv_bytes,
     engine_settings,
-    kv_folder,
     physical_memory_bytes,
     size,
 )
 from foreword.engine.settings import EngineSettings
+from foreword.store.files import kv_folder
 
 GIB = 1 << 30
 

@@ -10,9 +10,9 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from foreword.engine import gguf, source
-from foreword.engine.files import digest_of
 from foreword.engine.model import load_model
 from foreword.engine.source import ModelNotFound, ModelRefused, find_model
+from foreword.store.files import digest_of
 from tiny import make_tiny
 
 

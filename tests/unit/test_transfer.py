@@ -13,8 +13,8 @@ from foreword.core.lease import Load
 from foreword.core.tier import Tier
 from foreword.engine import lane, staging, transfer
 from foreword.engine.kv import LayerShape, PagedKV
-from foreword.engine.lane import Breaker
 from foreword.engine.transfer import Transfer
+from foreword.store.patience import Breaker
 
 ROOT = BlockHash(b"root" * 8)
 SIZE = 4  # tokens of a block

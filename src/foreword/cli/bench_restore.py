@@ -32,10 +32,10 @@ from foreword.cli.scratch import BLOCK_SIZE, Blocks
 from foreword.cli.settings import count, size
 from foreword.cli.verify_store import scratch_folder
 from foreword.core.block import BlockHash
-from foreword.engine.files import cache_folder
 from foreword.engine.kv import LayerShape, PagedKV
 from foreword.store.codec import check, kv_offset
 from foreword.store.disk import DiskStore
+from foreword.store.files import cache_folder
 from foreword.store.host import HostStore
 from foreword.store.pages import arena, whole_pages
 from foreword.store.store import KVStore, Loan

@@ -8,7 +8,7 @@ from typing import Any
 
 from foreword.cli.client import Client
 from foreword.cli.failure import Failure
-from foreword.cli.settings import kv_folder
+from foreword.store.files import kv_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from foreword.cli.failure import Failure
 from foreword.engine.settings import EngineSettings, check_quantisation
+from foreword.store.files import kv_folder
 
 KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -146,13 +147,6 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         num_threads=args.threads,
         quantise=args.quantise,
     )
-
-
-def kv_folder() -> Path:
-    """Where KV is kept on disk, for all processes of this user."""
-    from foreword.engine.files import cache_folder
-
-    return cache_folder() / "kv"
 
 
 def api_keys(path: Path | None) -> list[str]:

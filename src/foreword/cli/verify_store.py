@@ -28,9 +28,9 @@ from foreword.cli.settings import count
 from foreword.cli.verify_files import DAMAGES, Damage, kill_while_putting
 from foreword.core.block import BlockHash
 from foreword.core.identity import Identity
-from foreword.engine.files import cache_folder
 from foreword.store.disk import DiskStore
 from foreword.store.faults import Fault, FaultyStore
+from foreword.store.files import cache_folder
 from foreword.store.host import HostStore
 from foreword.store.store import KVStore
 

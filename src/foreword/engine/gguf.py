@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foreword.engine.files import cache_folder, digest_of
+from foreword.store.files import cache_folder, digest_of
 
 _FORMAT = 1  # of the converted folder; a change converts again
 _ABANDONED_S = 3600.0

@@ -1,6 +1,5 @@
 """Lane: one tier's way in and out: its store, staging, threads, and what was asked of it."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,14 +11,12 @@ from foreword.core.lease import Load
 from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
 from foreword.engine.staging import Staging
-from foreword.engine.workers import Workers
+from foreword.store.patience import Breaker
 from foreword.store.store import KVStore, Loan
-
-log = logging.getLogger("foreword.engine")
+from foreword.store.workers import Workers
 
 STAGING_BYTES = 128 << 20  # for each tier and way, at least
 NUM_READERS = 4
-PAUSE_S = (1.0, 60.0)  # a tier that fails is left alone that long, then twice as long
 
 
 @dataclass(slots=True, eq=False)
@@ -37,26 +34,6 @@ class Read:
     failed: bool = False
     given_up: bool = False
     error: str = ""  # what is wrong with the damaged ones, the last of them
-
-
-class Breaker:
-    """Whether to leave a failing place alone. Each failure after a pause makes the next longer."""
-
-    def __init__(self) -> None:
-        self._until_s = 0.0
-        self._pause_s = PAUSE_S[0]
-
-    def allows(self, now_s: float) -> bool:
-        return now_s >= self._until_s
-
-    def failed(self, now_s: float, what: str) -> None:
-        if self.allows(now_s):
-            log.warning("%s; left alone for %.0f s", what, self._pause_s)
-            self._until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
-
-    def succeeded(self) -> None:
-        self._pause_s = PAUSE_S[0]
 
 
 class Lane:

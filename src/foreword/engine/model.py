@@ -27,12 +27,12 @@ from foreword.core.identity import Identity
 from foreword.core.request import ToolStyle
 from foreword.engine.attention import IMPLEMENTATION
 from foreword.engine.decoder import fuse
-from foreword.engine.files import digest_of
 from foreword.engine.kv import LayerShape, block_bytes, cache_argument
 from foreword.engine.linear import pack
 from foreword.engine.quantised import Quantised, quantise_layers
 from foreword.engine.settings import check_quantisation
 from foreword.engine.source import DEFAULT_MODEL, ModelNotFound, ModelRefused, find_model
+from foreword.store.files import digest_of_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYOUT = "layer,keys|values,token,kv_head,head_size"
@@ -121,8 +121,7 @@ class LoadedModel:
 
     @cached_property
     def _weights_digest(self) -> str:
-        files = sorted(self.folder.glob("*.safetensors"))
-        return sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
+        return digest_of_weights(self.folder)
 
 
 def load_model(

@@ -19,14 +19,10 @@ from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
 from foreword.engine.lane import Lane, Read
 from foreword.store.codec import BadRecord, RecordKey, check, kv_offset, seal
+from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S, TEND_S
 from foreword.store.store import KVStore
 
 log = logging.getLogger("foreword.engine")
-
-PROBE_S = 0.05  # a request waits that long for what a shared tier has
-LOAD_S = 0.25  # and for blocks that long
-LOAD_BYTES_PER_S = 100e6  # and at this rate, with all that the tier was asked before
-TEND_S = 1.0  # how often a store may do what it put off
 
 
 class Transfer:

@@ -21,8 +21,8 @@ from torch import nn
 
 from foreword.engine.attention import AttentionRules
 from foreword.engine.exact import Exactness, ExactRules, Forward, Tiling, linear_shapes, measure
-from foreword.engine.files import cache_folder, write_whole
 from foreword.engine.model import LoadedModel
+from foreword.store.files import cache_folder, write_whole
 
 _KERNELS = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_")
 _found: "WeakKeyDictionary[nn.Module, dict[int, Exactness]]" = WeakKeyDictionary()

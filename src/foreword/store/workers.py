@@ -4,13 +4,21 @@ process from ending."""
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 
 class Workers:
-    """`num_threads` daemon threads that make the calls put here, in order."""
+    """`num_threads` daemon threads that make the calls put here, in order, and `idle` whenever
+    nothing came for `idle_s` seconds."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        idle: Callable[[], None] = lambda: None,
+        idle_s: float | None = None,
+    ) -> None:
+        self._idle, self._idle_s = idle, idle_s
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)
@@ -19,7 +27,7 @@ class Workers:
             thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """`call` must not raise."""
+        """`call` must not raise, nor `idle`."""
         self._calls.put(call)
 
     def close(self, timeout_s: float) -> bool:
@@ -33,5 +41,11 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._idle_s)
+            except Empty:
+                call = self._idle
+            if call is None:
+                return
             call()

@@ -16,6 +16,11 @@ def cache_folder() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "foreword"
 
 
+def kv_folder() -> Path:
+    """Where KV is kept on disk, for all processes of this user."""
+    return cache_folder() / "kv"
+
+
 def digest_of(path: Path) -> str:
     """SHA-256 of a file in hex; remembered by path, size, mtime and inode. The hub's cache names
     its large files by it."""
@@ -34,6 +39,15 @@ def digest_of(path: Path) -> str:
     with suppress(OSError):  # a folder that cannot be written costs a second reading, no more
         write_whole(memo, digest)
     return digest
+
+
+def digest_of_weights(folder: Path) -> str:
+    """SHA-256 in hex of a model's weights: of the digests of its safetensors files, or where there
+    are none, of other weights' files. Raises FileNotFoundError where there are none either."""
+    for pattern in ("*.safetensors", "*.bin", "*.gguf"):
+        if files := sorted(folder.glob(pattern)):
+            return sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
+    raise FileNotFoundError(f"no weights in {folder}")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,0 +1,287 @@
+"""OuterCache: another engine's blocks in our stores, by that engine's own keys.
+
+Each call to a place is made on a thread of the place's own. Whoever asks waits until a deadline at
+most, then goes on as if nothing had been there; what comes later touches nothing of theirs.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+from foreword.core.block import BlockHash
+from foreword.core.identity import Identity
+from foreword.core.stats import TierStats
+from foreword.plugins.load import Load
+from foreword.plugins.place import Place
+from foreword.store.codec import RecordKey, record_bytes
+from foreword.store.disk import DiskStore
+from foreword.store.files import kv_folder, write_whole
+from foreword.store.host import HostStore
+from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S
+from foreword.store.store import KVStore
+from foreword.store.workers import Workers
+
+log = logging.getLogger("foreword.plugins")
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that each place may take; 0: none there."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 10 << 30
+    disk_folder: Path = field(default_factory=kv_folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A full block, as an engine knows it. Equal keys mean equal tokens from the start on."""
+
+    engine_key: bytes
+    parent: bytes | None  # engine key of the block before it; None: it is the first
+    position: int  # blocks before it
+
+
+class OuterCache:
+    """Verified, within its budgets, leaf first. A place that hangs or fails is a miss, never an
+    error. For any thread."""
+
+    def __init__(
+        self, identify: Callable[[], Identity], payload_bytes: int, budgets: Budgets
+    ) -> None:
+        """`identify` runs on a thread, for digests take long: until it has returned all is a miss
+        and nothing is stored; if it raises, for good. Blocks are `payload_bytes` long."""
+        self._payload_bytes = payload_bytes
+        self._places: tuple[Place, ...] = ()
+        self._root: BlockHash | None = None
+        self._opened = threading.Event()
+        self._copier = Workers("foreword-copy", 1)
+        self._opener = Workers("foreword-open", 1)
+        self._opener.put(partial(self._open, identify, budgets))
+
+    @property
+    def stats(self) -> tuple[TierStats, ...]:
+        """Counts by place, the fastest first; empty until it is open."""
+        return tuple(place.stats for place in self._places)
+
+    def wait_open(self, timeout_s: float) -> bool:
+        """Whether it was opened, or will not be, within so many seconds."""
+        return self._opened.wait(timeout_s)
+
+    def num_ready(self, blocks: Sequence[Block]) -> int:
+        """How many, from the first on, this process has stored or found. From memory."""
+        hashes = [self._hash(block.engine_key) for block in blocks] if self._places else []
+        at = -1
+        start = 0
+        while at < start < len(hashes):
+            at = start
+            for place in self._places:
+                start += place.num_ready(hashes[start:])
+        return start
+
+    def probe(self, blocks: Sequence[Block]) -> "Future[int]":
+        """How many, from the first on, there are, with those that others have stored. The answer
+        may never come: wait PROBE_S for it."""
+        answer: Future[int] = Future()
+        num_ready = self.num_ready(blocks)
+        place = next((p for p in self._places if p.store.shared and p.reads), None)
+        if place is None or num_ready == len(blocks):
+            answer.set_result(num_ready)
+        else:
+            hashes = [self._hash(block.engine_key) for block in blocks[num_ready:]]
+            place.ask(hashes, lambda more: answer.set_result(num_ready + more))
+        return answer
+
+    def num_found(self, blocks: Sequence[Block]) -> int:
+        """The same, waited for; what this process knows where no answer comes."""
+        try:
+            return self.probe(blocks).result(PROBE_S)
+        except TimeoutError:
+            return self.num_ready(blocks)
+
+    def begin_load(
+        self,
+        blocks: Sequence[Block],
+        targets: Sequence[memoryview],
+        done: Callable[[], None] = lambda: None,
+    ) -> Load:
+        """Bring blocks into buffers that are `payload_bytes` long. Whoever began it gives it up
+        (`give_up`) when its deadline has passed."""
+        places = self._places
+        size = self._payload_bytes * (len(blocks) + sum(place.num_awaited for place in places))
+        deadline_s = time.monotonic() + LOAD_S + size / LOAD_BYTES_PER_S
+        keys = [self._key(block) for block in blocks] if places else []
+        load = Load(keys, targets, deadline_s, done)
+        step = places[0].cell_blocks if places else 1
+        for start in range(0, len(keys), step):
+            self._go_on(load, 0, list(range(start, min(start + step, len(keys)))))
+        if not keys:
+            load.lost = ["missing"] * len(blocks)
+            load.settle(0)
+        return load
+
+    def give_up(self, load: Load) -> None:
+        """A load's deadline has passed, or nobody wants it. What has arrived counts."""
+        if load.give_up():
+            for place in self._places:
+                place.give_up(load)
+
+    def load(self, blocks: Sequence[Block], targets: Sequence[memoryview]) -> list[str | None]:
+        """Bring blocks, until the deadline. By block None when it is there, verified; else why
+        not: missing, damaged, late, failed."""
+        load = self.begin_load(blocks, targets)
+        if not load.wait():
+            self.give_up(load)
+        return load.lost
+
+    def begin_store(
+        self,
+        blocks: Sequence[Block],
+        sources: Sequence[memoryview],
+        done: Callable[[list[bool]], None] = lambda taken: None,
+    ) -> None:
+        """Have blocks kept, parents first. `done` is called by another thread when the sources are
+        free, with what was taken: the rest is dropped, for too much waits or a place fails."""
+        self._copier.put(partial(self._copy, blocks, sources, done))
+
+    def store(self, blocks: Sequence[Block], sources: Sequence[memoryview]) -> list[bool]:
+        """The same, waited for. They are written after it has returned."""
+        answer: Future[list[bool]] = Future()
+        self.begin_store(blocks, sources, answer.set_result)
+        return answer.result()
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """A request uses these, from the first of its prompt on."""
+        if self._places:
+            hashes = [self._hash(block.engine_key) for block in blocks]
+            for place in self._places:
+                place.touch(hashes)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether all that was to be stored before is written or dropped within that time."""
+        end_s = time.monotonic() + timeout_s
+        copied = threading.Event()
+        self._copier.put(copied.set)
+        marks = [copied]
+        if copied.wait(timeout_s):
+            for place in self._places:
+                marks.append(threading.Event())
+                place.writer.put(marks[-1].set)
+        return all(mark.wait(max(0.0, end_s - time.monotonic())) for mark in marks)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits and close the stores, in that time; what hangs is left to the end of
+        the process."""
+        end_s = time.monotonic() + timeout_s
+        for workers in (self._opener, self._copier):
+            workers.close(max(0.0, end_s - time.monotonic()))
+        places, self._places = self._places, ()
+        for place in places:
+            if place.readers.close(max(0.0, end_s - time.monotonic())):
+                place.writer.put(place.close)
+            place.writer.close(max(0.0, end_s - time.monotonic()))
+
+    def _open(self, identify: Callable[[], Identity], budgets: Budgets) -> None:
+        try:
+            identity = identify()
+            self._root = identity.root_hash()
+            stores = self._stores(budgets)
+            self._places = tuple(Place(store, self._payload_bytes) for store in stores)
+            if budgets.disk_bytes:
+                with suppress(OSError):
+                    _leave_identity(budgets.disk_folder, self._root, identity)
+        except Exception as error:  # noqa: BLE001 - the engine goes on without us
+            log.warning("blocks are not kept: %s", error)
+        self._opened.set()
+
+    def _stores(self, budgets: Budgets) -> list[KVStore]:
+        size = record_bytes(0, self._payload_bytes)
+        stores: list[KVStore] = []
+        if budgets.host_bytes:
+            stores.append(HostStore(budgets.host_bytes, size))
+        if budgets.disk_bytes:
+            budgets.disk_folder.mkdir(parents=True, exist_ok=True)
+            stores.append(DiskStore(budgets.disk_folder, budgets.disk_bytes, size))
+        for store in stores:
+            if not store.capacity:
+                log.warning("there is no room on %s: a block takes %d bytes", store.name, size)
+        return stores
+
+    def _hash(self, engine_key: bytes) -> BlockHash:
+        """Engines' keys know nothing of weights or dtype; ours do."""
+        assert self._root is not None
+        return BlockHash(sha256(self._root + engine_key).digest())
+
+    def _key(self, block: Block) -> RecordKey:
+        assert self._root is not None
+        parent = self._root if block.parent is None else self._hash(block.parent)
+        return RecordKey(self._root, parent, self._hash(block.engine_key), block.position, b"")
+
+    def _go_on(self, load: Load, number: int, blocks: list[int]) -> None:
+        """Ask the places from `number` on for blocks of a load; nothing more is tried for those
+        that none has."""
+        while blocks and number < len(self._places) and not load.given_up:
+            place = self._places[number]
+            number += 1
+            if not place.reads:
+                load.lose(blocks, "failed")
+                continue
+            wanted = [
+                at for at in blocks if place.store.shared or place.keeps(load.keys[at].block_hash)
+            ]
+            if wanted:
+                others = [at for at in blocks if at not in set(wanted)]
+                self._go_on(load, number, others)
+                place.read(load, wanted, partial(self._went_on, load, number, len(wanted)))
+                return
+            load.lose(blocks, "missing")
+        if blocks:
+            load.settle(len(blocks))
+
+    def _went_on(self, load: Load, number: int, num_asked: int, missing: list[int]) -> None:
+        load.settle(num_asked - len(missing))
+        if missing:
+            self._go_on(load, number, missing)
+
+    def _copy(
+        self,
+        blocks: Sequence[Block],
+        sources: Sequence[memoryview],
+        done: Callable[[list[bool]], None],
+    ) -> None:
+        """On the copying thread: each place gets what it lacks."""
+        taken = [False] * len(blocks)
+        try:
+            keys = [self._key(block) for block in blocks] if self._places else []
+            for place in self._places:
+                lacking = []
+                for at, key in enumerate(keys):
+                    if place.keeps(key.block_hash):
+                        taken[at] = True
+                    else:
+                        lacking.append(at)
+                if lacking and place.writes:
+                    num_staged = place.stage(
+                        [keys[at] for at in lacking], [sources[at] for at in lacking]
+                    )
+                    for at in lacking[:num_staged]:
+                        taken[at] = True
+        except Exception as error:  # noqa: BLE001 - not kept; the engine goes on
+            log.warning("blocks are not kept: %s", error)
+        done(taken)
+
+
+def _leave_identity(folder: Path, root: BlockHash, identity: Identity) -> None:
+    """Write down what this process's records depend on, so that people can see why two engines
+    share nothing."""
+    path = folder / f"identity-{root.hex()[:16]}.json"
+    if not path.exists():
+        write_whole(path, json.dumps(asdict(identity), indent=1))
