@@ -68,7 +68,7 @@ def loaded(cache: OuterCache, blocks: list[Block]) -> list[str | None]:
 
 def found(cache: OuterCache, blocks: list[Block]) -> int:
     """As `num_found`, however slow the machine is."""
-    return cache.probe(blocks).result(10)
+    return cache.probe(blocks).result(10).count(True)
 
 
 def faulty(monkeypatch, fault: Fault) -> list[FaultyStore]:

@@ -6,6 +6,7 @@ most, then goes on as if nothing had been there; what comes later touches nothin
 
 import json
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -77,7 +78,8 @@ class OuterCache:
         return self._opened.wait(timeout_s)
 
     def num_ready(self, blocks: Sequence[Block]) -> int:
-        """How many, from the first on, this process has stored or found. From memory."""
+        """How many, from the first on, this process has stored, or found at its start. From
+        memory."""
         hashes = [self._hash(block.engine_key) for block in blocks] if self._places else []
         at = -1
         start = 0
@@ -87,25 +89,32 @@ class OuterCache:
                 start += place.num_ready(hashes[start:])
         return start
 
-    def probe(self, blocks: Sequence[Block]) -> "Future[int]":
-        """How many, from the first on, there are, with those that others have stored. The answer
-        may never come: wait PROBE_S for it."""
-        answer: Future[int] = Future()
-        num_ready = self.num_ready(blocks)
+    def probe(self, blocks: Sequence[Block]) -> "Future[list[bool]]":
+        """Which there are, with those that others have stored. The answer may never come: wait
+        PROBE_S for it."""
+        answer: Future[list[bool]] = Future()
+        hashes = [self._hash(block.engine_key) for block in blocks] if self._places else []
+        own = [any(place.holds(h) for place in self._places) for h in hashes] or [False] * len(
+            blocks
+        )
         place = next((p for p in self._places if p.store.shared and p.reads), None)
-        if place is None or num_ready == len(blocks):
-            answer.set_result(num_ready)
+        if place is None or all(own):
+            answer.set_result(own)
         else:
-            hashes = [self._hash(block.engine_key) for block in blocks[num_ready:]]
-            place.ask(hashes, lambda more: answer.set_result(num_ready + more))
+            place.ask(
+                hashes,
+                lambda there: answer.set_result(list(map(operator.or_, own, there))),
+            )
         return answer
 
     def num_found(self, blocks: Sequence[Block]) -> int:
-        """The same, waited for; what this process knows where no answer comes."""
+        """How many of those, from the first on, waited for; those that this process knows where no
+        answer comes."""
         try:
-            return self.probe(blocks).result(PROBE_S)
+            there = self.probe(blocks).result(PROBE_S)
         except TimeoutError:
             return self.num_ready(blocks)
+        return there.index(False) if False in there else len(there)
 
     def begin_load(
         self,

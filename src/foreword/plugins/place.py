@@ -74,14 +74,9 @@ class Place:
         with self._lock:
             return self.tier.num_ready(hashes, 0, len(hashes)) if self.reads else 0
 
-    def found(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Which it has, those of others too. Asks the store. Raises OSError."""
-        there = self.store.contains(hashes)
-        with self._lock:
-            return [
-                found and block_hash not in self._shunned
-                for block_hash, found in zip(hashes, there, strict=True)
-            ]
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Whether it has written that block, and may be asked for it. From memory."""
+        return bool(self.num_ready([block_hash]))
 
     def keeps(self, block_hash: BlockHash) -> bool:
         """Whether its own has it, or will have."""
@@ -92,21 +87,16 @@ class Place:
         with self._lock:
             self.tier.touch(hashes, len(hashes))
 
-    def failed(self, breaker: Breaker, what: str) -> None:
-        with self._lock:
-            breaker.failed(time.monotonic(), f"{self.store.name}: {what}")
-
-    def ask(self, hashes: Sequence[BlockHash], answer: Callable[[int], None]) -> None:
-        """Tell how many, from the first on, it has, others' included."""
+    def ask(self, hashes: Sequence[BlockHash], answer: Callable[[list[bool]], None]) -> None:
+        """Tell which it has, others' included."""
 
         def ask() -> None:
-            num_blocks = 0
+            there = [False] * len(hashes)
             try:
-                there = self.found(hashes)
-                num_blocks = there.index(False) if False in there else len(there)
+                there = self._found(hashes)
             except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
-                self.failed(self._reading, f"asking failed: {error}")
-            answer(num_blocks)
+                self._failed(self._reading, f"asking failed: {error}")
+            answer(there)
 
         self.readers.put(ask)
 
@@ -165,7 +155,7 @@ class Place:
             if not load.given_up:
                 missing = self._bring(load, piece.blocks)
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
-            self.failed(self._reading, f"reading failed: {error}")
+            self._failed(self._reading, f"reading failed: {error}")
             missing = [at for at in piece.blocks if load.lost[at] is not None]
             load.lose(missing, "failed")
         with self._lock:
@@ -238,6 +228,19 @@ class Place:
                 del self._shunned[next(iter(self._shunned))]
         self.writer.put(partial(self._delete, [block_hash]))
 
+    def _found(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Which it has, those of others too. Asks the store. Raises OSError."""
+        there = self.store.contains(hashes)
+        with self._lock:
+            return [
+                found and block_hash not in self._shunned
+                for block_hash, found in zip(hashes, there, strict=True)
+            ]
+
+    def _failed(self, breaker: Breaker, what: str) -> None:
+        with self._lock:
+            breaker.failed(time.monotonic(), f"{self.store.name}: {what}")
+
     def _take(self, num_slots: int) -> list[int]:
         slots: list[int] = []
         while len(slots) < num_slots:
@@ -261,7 +264,7 @@ class Place:
             records = [self._record(slots[at]) for at in claimed]
             kept = self.store.put([keys[at] for at in claimed], records)
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is not kept
-            self.failed(self._writing, f"writing failed: {error}")
+            self._failed(self._writing, f"writing failed: {error}")
             kept = [False] * len(claimed)
         self._free.extend(slots)
         with self._lock:
@@ -276,7 +279,7 @@ class Place:
             if claimed and all(kept):
                 self._writing.succeeded()
         if not all(kept):
-            self.failed(self._writing, "no room to write")
+            self._failed(self._writing, "no room to write")
 
     def _claim(self, keys: Sequence[RecordKey]) -> list[int]:
         """Which are to be written: not there yet, and below a parent that is."""
@@ -284,7 +287,7 @@ class Place:
             key.block_hash for key in keys
         )
         hashes = list(elsewhere)
-        there = {h for h, found in zip(hashes, self.found(hashes), strict=True) if found}
+        there = {h for h, found in zip(hashes, self._found(hashes), strict=True) if found}
         claimed: list[int] = []
         dropped: list[BlockHash] = []
         with self._lock:
@@ -316,11 +319,11 @@ class Place:
                     dropped = self.tier.make_room()
                 self.store.delete(dropped)
         except Exception as error:  # noqa: BLE001 - as in _write
-            self.failed(self._writing, f"tending failed: {error}")
+            self._failed(self._writing, f"tending failed: {error}")
 
     def _delete(self, hashes: Sequence[BlockHash]) -> None:
         """On the writing thread. What cannot be deleted is never served wrong."""
         try:
             self.store.delete(hashes)
         except Exception as error:  # noqa: BLE001 - as in _write
-            self.failed(self._writing, f"deleting failed: {error}")
+            self._failed(self._writing, f"deleting failed: {error}")
