@@ -65,6 +65,10 @@ class Load:
             self.given_up = True
             return True
 
+    @property
+    def has_ended(self) -> bool:
+        return self._finished.is_set()
+
     def wait(self) -> bool:
         """Whether it came to its end before its deadline."""
         return self._finished.wait(max(0.0, self.deadline_s - time.monotonic()))

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_bytes
 
 from foreword.core.block import BlockHash
 from foreword.core.identity import Identity
@@ -173,6 +174,12 @@ class OuterCache:
             hashes = [self._hash(block.engine_key) for block in blocks]
             for place in self._places:
                 place.touch(hashes)
+
+    def renew(self) -> None:
+        """What was kept before is found no more by this process: the engine's keys may mean
+        something else from now on."""
+        if self._root is not None:
+            self._root = BlockHash(sha256(self._root + token_bytes(16)).digest())
 
     def flush(self, timeout_s: float) -> bool:
         """Whether all that was to be stored before is written or dropped within that time."""

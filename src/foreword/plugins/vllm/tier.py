@@ -1,0 +1,296 @@
+"""ForewordTier: our store as a secondary tier of vLLM's offloading.
+
+All calls come from vLLM's scheduler, one at a time, and none waits: what a store does, threads of
+its own do. A block that does not come back whole and in time is that block's miss.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from foreword.plugins.load import Load
+from foreword.plugins.outer import Block, Budgets, OuterCache
+from foreword.plugins.vllm.identity import engine_config, identify
+from foreword.store.files import kv_folder
+from foreword.store.patience import PROBE_S
+
+log = logging.getLogger("foreword.plugins")
+
+BLOCKS = "foreword:outer_blocks"
+BYTES = "foreword:outer_bytes"
+FLUSH_S = 10.0  # for what waits to be written when the engine ends
+HEAL_S = 60.0  # after a block was dropped or lost, requests offer all of theirs again
+KEEP_HINT = "foreword_keep_tokens"  # in kv_transfer_params: keep no more of this prompt than that
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What is known of one request: its blocks, in order, by vLLM's key."""
+
+    most_tokens: int | None = None
+    blocks: dict[bytes, Block] = field(default_factory=dict)
+    last: dict[bytes, bytes] = field(default_factory=dict)  # the last key of each group
+    num_seen: int = 0
+    lost: set[bytes] = field(default_factory=set)  # a load did not bring them: not asked again
+    there: dict[bytes, bool] = field(default_factory=dict)  # as a shared place has answered
+    asked: Future[list[bool]] | None = None
+    asked_for: list[bytes] = field(default_factory=list)
+    until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Promotion:
+    job: TransferJob
+    load: Load
+    begin_s: float
+
+
+class ForewordTier(SecondaryTierManager):
+    """Settings, beside vLLM's own `type` and `module_path`: `disk_bytes`, `disk_folder`,
+    `host_bytes` (besides vLLM's CPU tier, so 0 as a rule), `lora_folders`."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        budgets, lora_folders = _settings(settings)
+        config = offloading_spec.config
+        self._chunk_tokens = {
+            group.group_id.to_bytes(4, "big"): group.tokens_per_block
+            * config.cache.blocks_per_chunk
+            for group in config.groups
+        }
+        self._rows = memoryview(primary_kv_view).cast("B")
+        who = partial(identify, engine_config(), config, lora_folders)
+        self._cache = OuterCache(who, self.block_size_bytes, budgets)
+        self._promotions: dict[int, _Promotion] = {}
+        self._stores: dict[int, Future[list[bool]]] = {}
+        self._told: dict[tuple[str, str], int] = {}
+        self._heal_until_s = 0.0
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """While there are gaps in what is kept, all blocks of a prompt are offered, not only those
+        that are new to vLLM's CPU tier."""
+        params = req_context.kv_transfer_params or {}
+        most = params.get(KEEP_HINT)
+        if most is not None and (type(most) is not int or most < 0):
+            log.warning("%s is to be a number of tokens, not %r: ignored", KEEP_HINT, most)
+            most = None
+        req_context.set_state(_Prompt(most))
+        heals = time.monotonic() < self._heal_until_s
+        policy = OffloadPolicy.REQUEST_LEVEL if heals else OffloadPolicy.CHUNK_LEVEL
+        return RequestOffloadingContext(policy)
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        prompt = self._prompt(req_context)
+        block = prompt.blocks.get(key)
+        if block is None or key in prompt.lost:
+            return LookupResult.MISS
+        if self._cache.num_ready([block]):
+            return LookupResult.HIT
+        if key not in prompt.there and not self._answered(prompt, key):
+            return LookupResult.RETRY
+        return LookupResult.HIT if prompt.there[key] else LookupResult.MISS
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        prompt = self._prompt(job_metadata.req_context)
+        blocks = [prompt.blocks[key] for key in job_metadata.keys]
+        load = self._cache.begin_load(blocks, self._chunks(job_metadata))
+        begin_s = time.monotonic()
+        self._promotions[job_metadata.job_id] = _Promotion(job_metadata, load, begin_s)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        prompt = self._prompt(job_metadata.req_context)
+        pairs = [
+            (prompt.blocks[key], chunk)
+            for key, chunk in zip(job_metadata.keys, self._chunks(job_metadata), strict=True)
+            if self._is_wanted(prompt, key)
+        ]
+        pairs.sort(key=lambda pair: pair[0].position)  # parents first
+        taken: Future[list[bool]] = Future()
+        self._stores[job_metadata.job_id] = taken
+        blocks, chunks = [block for block, _ in pairs], [chunk for _, chunk in pairs]
+        self._cache.begin_store(blocks, chunks, taken.set_result)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        for job_id, taken in list(self._stores.items()):
+            if taken.done():
+                del self._stores[job_id]
+                if not all(taken.result()):
+                    self._heal_until_s = time.monotonic() + HEAL_S
+                results.append(JobResult(job_id, success=all(taken.result())))
+        now_s = time.monotonic()
+        for job_id, promotion in list(self._promotions.items()):
+            load = promotion.load
+            if not load.has_ended and now_s < load.deadline_s:
+                continue
+            self._cache.give_up(load)
+            del self._promotions[job_id]
+            results.append(self._result(promotion, now_s))
+        return results
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Its blocks were used: the last that is kept counts, and with it all above."""
+        blocks: dict[bytes, list[Block]] = {}
+        for key, block in self._prompt(req_context).blocks.items():
+            blocks.setdefault(key[-4:], []).append(block)
+        for group in blocks.values():
+            self._cache.touch(group)
+
+    def drain_jobs(self) -> None:
+        """vLLM forgets its caches, perhaps since the weights were changed: what was kept before is
+        not used again by this process."""
+        for promotion in self._promotions.values():
+            if not promotion.load.wait():
+                self._cache.give_up(promotion.load)
+        wait(self._stores.values())
+        self._cache.renew()
+
+    def shutdown(self) -> None:
+        self._cache.close(FLUSH_S)
+        self._rows.release()
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return {
+            BLOCKS: OffloadingCounterMetadata(
+                documentation="Blocks (vLLM's chunks) by place and by what happened: stored, "
+                "loaded, dropped before they were stored, or lost as they were loaded.",
+                labelnames=("place", "event"),
+            ),
+            BYTES: OffloadingGaugeMetadata(
+                documentation="Bytes that this engine takes of a place.", labelnames=("place",)
+            ),
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call."""
+        stats = OffloadingConnectorStats()
+        for place in self._cache.stats:
+            counts = {
+                "stored": place.num_stored_blocks,
+                "loaded": place.num_loaded_blocks,
+                "dropped": place.num_dropped_blocks,
+                **{f"lost {reason}": num for reason, num in place.lost.copy().items()},
+            }
+            for event, count in counts.items():
+                told = self._told.get((place.name, event), 0)
+                if count > told:
+                    stats.increase_counter(BLOCKS, count - told, (place.name, event))
+                    self._told[place.name, event] = count
+            stats.set_gauge(BYTES, place.num_bytes, (place.name,))
+        return stats
+
+    def _prompt(self, req_context: Any) -> _Prompt:
+        """With all blocks that vLLM has hashed by now."""
+        prompt: _Prompt | None = req_context.get_state(_Prompt)
+        if prompt is None:
+            self.on_new_request(req_context)
+            prompt = req_context.get_state(_Prompt)
+            assert prompt is not None
+        # By this, keys in the order of the prompt, with the token that each ends at. vLLM gives
+        # no other way to the key before one that it asks for.
+        ends: dict[bytes, int] = req_context._offload_key_positions
+        for key, end in islice(ends.items(), prompt.num_seen, None):
+            group = key[-4:]
+            position, rest = divmod(end, self._chunk_tokens[group])
+            if not rest:  # the rest: ends inside a chunk, which recurrent models have
+                prompt.blocks[key] = Block(key, prompt.last.get(group), position - 1)
+                prompt.last[group] = key
+        prompt.num_seen = len(ends)
+        return prompt
+
+    def _answered(self, prompt: _Prompt, key: bytes) -> bool:
+        """Whether it is known if others have a block: all of its group from there on are asked for
+        at once. No answer in time is a no."""
+        if prompt.asked is None:
+            keys = list(prompt.blocks)
+            prompt.asked_for = [
+                other for other in keys[keys.index(key) :] if other[-4:] == key[-4:]
+            ]
+            prompt.asked = self._cache.probe([prompt.blocks[other] for other in prompt.asked_for])
+            prompt.until_s = time.monotonic() + PROBE_S
+        if prompt.asked.done():
+            there = prompt.asked.result()
+        elif time.monotonic() < prompt.until_s:
+            return False
+        else:
+            there = [False] * len(prompt.asked_for)
+        prompt.there.update(zip(prompt.asked_for, there, strict=True))
+        prompt.asked = None
+        return key in prompt.there
+
+    def _is_wanted(self, prompt: _Prompt, key: bytes) -> bool:
+        block = prompt.blocks.get(key)
+        if block is None:
+            return False
+        end = (block.position + 1) * self._chunk_tokens[key[-4:]]
+        return prompt.most_tokens is None or end <= prompt.most_tokens
+
+    def _chunks(self, job: TransferJob) -> list[memoryview]:
+        """Their bytes in vLLM's CPU tier."""
+        size = self.block_size_bytes
+        return [self._rows[at * size : (at + 1) * size] for at in job.chunk_ids.tolist()]
+
+    def _result(self, promotion: _Promotion, now_s: float) -> JobResult:
+        job, lost = promotion.job, promotion.load.lost
+        good = [key for key, reason in zip(job.keys, lost, strict=True) if reason is None]
+        if len(good) < len(lost):
+            self._prompt(job.req_context).lost.update(set(job.keys).difference(good))
+            self._heal_until_s = now_s + HEAL_S
+        return JobResult(
+            job.job_id,
+            success=len(good) == len(lost),
+            successful_keys=good,
+            transfer_time=now_s - promotion.begin_s,
+            transfer_bytes=len(good) * self.block_size_bytes,
+        )
+
+
+def _settings(settings: dict[str, Any]) -> tuple[Budgets, list[str]]:
+    """Raises ValueError for those that are not there, so that a mistake shows at start."""
+    known = {
+        "disk_bytes": 10 << 30,
+        "disk_folder": kv_folder(),
+        "host_bytes": 0,
+        "lora_folders": [],
+    }
+    if unknown := settings.keys() - known.keys() - {"locality"}:
+        raise ValueError(
+            f"ForewordTier has no setting {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(sorted(known))}"
+        )
+    chosen: dict[str, Any] = known | settings
+    for name in ("disk_bytes", "host_bytes"):
+        if type(chosen[name]) is not int or chosen[name] < 0:
+            raise ValueError(f"{name} is to be a number of bytes, not {chosen[name]!r}")
+    folder = Path(chosen["disk_folder"]).expanduser()
+    return Budgets(chosen["host_bytes"], chosen["disk_bytes"], folder), list(chosen["lora_folders"])
