@@ -49,6 +49,7 @@ class _Prompt:
     blocks: dict[bytes, Block] = field(default_factory=dict)
     last: dict[bytes, bytes] = field(default_factory=dict)  # the last key of each group
     num_seen: int = 0
+    promoted: set[bytes] = field(default_factory=set)  # vLLM was told that they are here
     lost: set[bytes] = field(default_factory=set)  # a load did not bring them: not asked again
     there: dict[bytes, bool] = field(default_factory=dict)  # as a shared place has answered
     asked: Future[list[bool]] | None = None
@@ -86,6 +87,7 @@ class ForewordTier(SecondaryTierManager):
             for group in config.groups
         }
         self._rows = memoryview(primary_kv_view).cast("B")
+        self._num_chunks = len(primary_kv_view)
         who = partial(identify, engine_config(), config, lora_folders)
         self._cache = OuterCache(who, self.block_size_bytes, budgets)
         self._promotions: dict[int, _Promotion] = {}
@@ -111,11 +113,16 @@ class ForewordTier(SecondaryTierManager):
         block = prompt.blocks.get(key)
         if block is None or key in prompt.lost:
             return LookupResult.MISS
-        if self._cache.num_ready([block]):
-            return LookupResult.HIT
-        if key not in prompt.there and not self._answered(prompt, key):
-            return LookupResult.RETRY
-        return LookupResult.HIT if prompt.there[key] else LookupResult.MISS
+        if not self._cache.num_ready([block]):
+            if key not in prompt.there and not self._answered(prompt, key):
+                return LookupResult.RETRY
+            if not prompt.there[key]:
+                return LookupResult.MISS
+        # More than vLLM's CPU tier has room for would push out what was promoted before it.
+        if key not in prompt.promoted and len(prompt.promoted) >= self._num_chunks:
+            return LookupResult.MISS
+        prompt.promoted.add(key)
+        return LookupResult.HIT
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         prompt = self._prompt(job_metadata.req_context)
