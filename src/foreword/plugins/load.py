@@ -54,6 +54,7 @@ class Load:
             self._num_open -= num_blocks
             if self._num_open or self.given_up:
                 return
+            self._targets = ()
         self._finished.set()
         self._done()
 
@@ -62,7 +63,7 @@ class Load:
         with self._lock:
             if not self._num_open:
                 return False
-            self.given_up = True
+            self.given_up, self._targets = True, ()
             return True
 
     @property

@@ -169,15 +169,19 @@ class Place:
     def _bring(self, load: Load, blocks: list[int]) -> list[int]:
         keys = [load.keys[at] for at in blocks]
         missing = []
+        damage = ""
         for at, key, loan in zip(blocks, keys, self._fetch(keys), strict=True):
-            reason = self._take_in(load, at, key, loan)
+            reason, told = self._take_in(load, at, key, loan)
             if reason is None:
                 continue
+            damage = told or damage
             load.lose([at], reason)
             missing.append(at)
             with self._lock:
                 self.stats.count_lost(reason, 1)
                 self.tier.remove(key.block_hash)
+        if damage:
+            log.warning("%s: of %d lost, %s", self.store.name, len(missing), damage)
         with self._lock:
             self.stats.num_loaded_blocks += len(blocks) - len(missing)
             if len(missing) < len(blocks):
@@ -204,22 +208,21 @@ class Place:
             ]
         return list(self._buffers.slots)
 
-    def _take_in(self, load: Load, at: int, key: RecordKey, loan: Loan | None) -> str | None:
-        """Why a block is not there; None: it is."""
+    def _take_in(
+        self, load: Load, at: int, key: RecordKey, loan: Loan | None
+    ) -> tuple[str | None, str]:
+        """Why a block is not there, None: it is; and what is wrong with a damaged one."""
         if loan is None:
-            return "missing"
+            return "missing", ""
         try:
             check(loan.record, key)
         except BadRecord as error:
             if not loan.kept():  # overwritten, not damaged
-                return "missing"
-            log.warning("%s: block %s: %s", self.store.name, key.block_hash.hex(), error)
+                return "missing", ""
             self._distrust(key.block_hash)
-            return "damaged"
+            return "damaged", f"block {key.block_hash.hex()}: {error}"
         load.take(at, loan.record[HEADER_BYTES:])
-        if loan.kept():
-            return None
-        return "missing"
+        return (None if loan.kept() else "missing"), ""
 
     def _distrust(self, block_hash: BlockHash) -> None:
         with self._lock:

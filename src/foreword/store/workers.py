@@ -49,3 +49,4 @@ class Workers:
             if call is None:
                 return
             call()
+            del call  # it may hold memory that its owner wants back

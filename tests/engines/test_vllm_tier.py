@@ -1,0 +1,410 @@
+"""ForewordTier inside vLLM's own offloading manager, with memory in place of a model's KV.
+
+Whatever befalls the store: what is hit has the bytes that were stored, nothing waits for long, and
+vLLM's bookkeeping comes to rest.
+"""
+
+import time
+import warnings
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own
+    from vllm.v1.kv_offload import config as offloading
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        ReqContext,
+        ScheduleEndContext,
+        make_offload_key,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from foreword.plugins import outer
+from foreword.store import patience
+from foreword.store.disk import DiskStore
+from foreword.store.faults import Fault, FaultyStore
+
+CHUNK = 16  # tokens
+CHUNK_BYTES = 8192
+MIB = 1 << 20
+
+
+def content(key: bytes) -> bytes:
+    return (sha256(key).digest() * (CHUNK_BYTES // 32 + 1))[:CHUNK_BYTES]
+
+
+def keys_of(name: str, count: int, group: int = 0) -> list[bytes]:
+    return [
+        make_offload_key(sha256(f"{name} {at}".encode()).digest(), group) for at in range(count)
+    ]
+
+
+def engine_of(weights, lora=None):
+    """As much of a VllmConfig as an Identity is made from."""
+    text = SimpleNamespace(to_dict=lambda: {"hidden_size": 8, "_name_or_path": str(weights)})
+    model = SimpleNamespace(
+        model=str(weights), revision=None, dtype="bfloat16", quantization=None, hf_overrides={},
+        hf_text_config=text, get_total_num_hidden_layers=lambda: 2,
+        get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8,
+    )  # fmt: skip
+    return SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        lora_config=lora,
+        kv_transfer_config=None,
+    )
+
+
+class Engine:
+    """vLLM's manager of a CPU tier of `num_chunks`, with our tier below it."""
+
+    def __init__(self, vllm_config, num_chunks, settings, dtype="bfloat16", groups=1):
+        extra = {
+            "cpu_bytes_to_use": num_chunks * CHUNK_BYTES * groups,
+            "secondary_tiers": [
+                {"type": "ForewordTier", "module_path": "foreword.plugins.vllm", **settings}
+            ],
+        }
+        ones = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
+        config = offloading.OffloadingConfig(
+            groups=tuple(
+                offloading.OffloadingGroupConfig(CHUNK, (f"layer {at}",), at)
+                for at in range(groups)
+            ),
+            worker_kv_bytes_per_block=CHUNK_BYTES,
+            enable_kv_cache_events=False,
+            extra_config=extra,
+            engine_id=f"test-{uuid4()}",
+            model=offloading.OffloadingModelConfig("tiny", dtype),
+            cache=offloading.OffloadingCacheConfig(CHUNK, 1),
+            parallel=offloading.OffloadingParallelConfig(
+                rank=0, data_parallel_index=0, data_parallel_size=1,
+                data_parallel_rank_local=None, is_parallelism_agnostic=True, **ones,
+            ),
+        )  # fmt: skip
+        self.spec = TieringOffloadingSpec(config)
+        self.manager = self.spec.get_manager()
+        self.tier = self.manager.secondary_tiers[0]
+        assert self.tier._cache.wait_open(10)
+        self.rows = memoryview(self.manager.primary_tier.get_kv_memoryview()).cast("B")
+        self.stride = len(self.rows) // len(self.manager.primary_tier.get_kv_memoryview())
+        self.num_requests = 0
+
+    def close(self):
+        self.rows.release()
+        self.manager.shutdown()
+
+    def request(self, keys, params=None):
+        self.num_requests += 1
+        context = ReqContext(str(self.num_requests), params)
+        positions = {}
+        for key in keys:
+            positions[key[-4:]] = positions.get(key[-4:], 0) + CHUNK
+            context.set_offload_key_position(key, positions[key[-4:]])
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self):
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def rest(self):
+        """Step until vLLM has nothing left to wait for."""
+        end = time.monotonic() + 10
+        while self.manager.has_pending_work():
+            assert time.monotonic() < end, "it never comes to rest"
+            self.step()
+            time.sleep(0.001)
+
+    def row(self, chunk):
+        return self.rows[chunk * self.stride : chunk * self.stride + CHUNK_BYTES]
+
+    def store(self, keys, params=None):
+        """A request whose KV was all computed."""
+        context = self.request(keys, params)
+        output = self.manager.prepare_store(keys, context)
+        if output is not None and output.keys_to_store:
+            for key, chunk in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
+                self.row(int(chunk))[:] = content(key)
+            self.manager.complete_store(output.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        self.rest()
+        assert self.tier._cache.flush(10)
+
+    def restore(self, keys):
+        """How many chunks a request finds, from the first on, as vLLM's connector asks. Their
+        bytes are right."""
+        context = self.request(keys)
+        begin = time.monotonic()
+        while (hits := self._prefix(keys, context)) is None:
+            assert time.monotonic() - begin < 5, "it never ends"
+            self.step()
+            time.sleep(0.001)
+        spec = self.manager.prepare_load(keys[:hits], context)
+        for key, chunk in zip(keys, spec.chunk_ids, strict=False):
+            assert self.row(int(chunk)) == content(key), "wrong bytes are served"
+        sources = {self.manager.get_load_source(key, context) for key in keys[:hits]}
+        self.manager.complete_load(keys[:hits], context)
+        self.manager.on_request_finished(context)
+        self.rest()
+        return hits, sources
+
+    def _prefix(self, keys, context):
+        hits, deferred = 0, False
+        for key in keys:
+            result = self.manager.lookup(key, context)
+            if result is LookupResult.MISS:
+                break
+            hits += result is not LookupResult.RETRY
+            deferred |= result is not LookupResult.HIT
+        return None if deferred else hits
+
+
+@pytest.fixture
+def weights(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path, weights, monkeypatch):
+    """start(num_chunks, **settings): an engine; `engine` another one's configuration."""
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path / "cache"))
+    engines = []
+
+    def make(num_chunks=32, engine=None, dtype="bfloat16", groups=1, **settings):
+        budget = {"disk_bytes": 16 * MIB, "disk_folder": str(tmp_path / "kv")}
+        vllm_config = engine or engine_of(weights)
+        engines.append(Engine(vllm_config, num_chunks, budget | settings, dtype, groups))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        with suppress(ValueError):  # closed by the test
+            engine.close()
+
+
+def counted(engine):
+    """Blocks by event, as vLLM's /metrics gets them."""
+    counts = engine.tier.get_stats().data["data"]["foreword:outer_blocks"]
+    return {event: count for (_, event), count in counts.items()}
+
+
+def evict(engine):
+    """Fill vLLM's CPU tier with something else."""
+    num_chunks = len(engine.rows) // engine.stride
+    engine.store(keys_of(f"other {engine.num_requests}", num_chunks))
+
+
+def test_evicted_chunks_are_promoted(start):
+    engine = start()
+    keys = keys_of("a", 20)
+    engine.store(keys)
+    assert engine.restore(keys) == (20, {CacheHitSource.HOST})
+    evict(engine)
+    assert engine.restore(keys) == (20, {CacheHitSource.DISK})
+
+
+def test_chunks_outlive_the_engine(start):
+    keys = keys_of("a", 20)
+    first = start()
+    first.store(keys)
+    first.close()
+    assert start().restore(keys) == (20, {CacheHitSource.DISK})
+
+
+def test_two_engines_share_one_folder(start):
+    first, second = start(), start()
+    keys = keys_of("a", 20)
+    first.store(keys)
+    assert second.tier._cache.probe([]).result(5) == []
+    assert second.restore(keys)[0] == 20
+    second.store(keys + keys_of("b", 4))
+    counts = {
+        event: n
+        for (_, event), n in second.tier.get_stats().data["data"]["foreword:outer_blocks"].items()
+    }
+    assert counts == {"loaded": 20, "stored": 4}
+
+
+def test_groups_are_chains_of_their_own(start):
+    engine = start(groups=2)
+    keys = [key for at in range(8) for key in (keys_of("a", 8)[at], keys_of("a", 8, 1)[at])]
+    engine.store(keys)
+    evict(engine)
+    assert engine.restore(keys)[0] == 16
+
+
+@pytest.mark.parametrize(
+    "other", ["weights", "dtype", "revision of quantisation", "lora", "layout"]
+)
+def test_what_differs_is_not_shared(start, weights, tmp_path, other):
+    keys = keys_of("a", 8)
+    first = start()
+    first.store(keys)
+    first.close()
+    engine, settings, dtype = engine_of(weights), {}, "bfloat16"
+    if other == "weights":
+        (weights / "model.safetensors").write_bytes(b"others")
+    elif other == "dtype":
+        dtype = "fp8_e4m3"
+    elif other == "lora":
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"adapter")
+        engine = engine_of(weights, lora=object())
+        settings = {"lora_folders": [str(tmp_path / "adapter")]}
+    elif other == "layout":
+        engine.model_config.get_head_size = lambda: 16
+    else:
+        engine.model_config.quantization = "fp8"
+    second = start(engine=engine, dtype=dtype, **settings)
+    assert second.restore(keys)[0] == 0
+    second.store(keys)
+    second.close()
+    again = start(engine=engine, dtype=dtype, **settings)
+    assert again.restore(keys)[0] == 8, "with the same, they are found"
+
+
+def test_adapters_that_nobody_named_are_for_one_process(start, weights):
+    keys = keys_of("a", 8)
+    first = start(engine=engine_of(weights, lora=object()))
+    first.store(keys)
+    evict(first)
+    assert first.restore(keys)[0] == 8
+    first.close()
+    assert start(engine=engine_of(weights, lora=object())).restore(keys)[0] == 0
+
+
+def test_after_a_reset_nothing_older_is_used(start):
+    """vLLM resets its caches when weights were changed in memory."""
+    engine = start()
+    keys = keys_of("a", 8)
+    engine.store(keys)
+    engine.manager.reset_cache()
+    assert engine.restore(keys)[0] == 0
+    engine.store(keys)
+    evict(engine)
+    assert engine.restore(keys)[0] == 8
+
+
+def test_a_prompt_says_how_much_of_it_is_kept(start):
+    engine = start()
+    keys = keys_of("a", 8)
+    engine.store(keys, {"foreword_keep_tokens": 5 * CHUNK + 3})
+    evict(engine)
+    assert engine.restore(keys)[0] == 5
+
+
+def test_a_prompt_longer_than_the_cpu_tier(start):
+    keys = keys_of("a", 30)
+    first = start(num_chunks=64)
+    first.store(keys)
+    first.close()
+    second = start(num_chunks=8)
+    assert second.restore(keys)[0] == 8
+    assert counted(second) == {"loaded": 8}
+
+
+@contextmanager
+def faulty(monkeypatch, fault, rate=1.0):
+    stores = []
+
+    def make(*args):
+        stores.append(FaultyStore(DiskStore(*args), fault, rate=rate, delay_s=0.02))
+        return stores[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outer, "DiskStore", make)
+        yield stores
+    for store in stores:
+        store.release()
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.HANG])
+def test_a_fault_is_a_miss(start, monkeypatch, fault, rate):
+    monkeypatch.setattr(patience, "PAUSE_S", (0.05, 0.05))
+    with faulty(monkeypatch, fault, rate) as stores:
+        engine = start()
+        for name in ("a", "b", "c"):
+            keys = keys_of(name, 20)
+            engine.store(keys)
+            evict(engine)
+            hits, _ = engine.restore(keys)
+            assert hits <= 20
+            engine.store(keys)
+        assert stores[0].num_faults
+        if fault is Fault.CRASH:
+            return  # for good
+        stores[0]._rate = 0.0  # sound again
+        time.sleep(0.1)
+        for _ in range(3):  # damage shows when it is read, and is mended when it is computed
+            engine.store(keys)
+            evict(engine)
+            engine.restore(keys)
+        assert engine.restore(keys)[0] == 20
+
+
+def test_a_store_that_hangs_delays_nothing_for_long(start, monkeypatch):
+    monkeypatch.setattr(outer, "LOAD_S", 0.1)
+    monkeypatch.setattr(patience, "PAUSE_S", (0.05, 0.05))
+    keys = keys_of("a", 20)
+    first = start()
+    first.store(keys)
+    first.close()
+    with faulty(monkeypatch, Fault.HANG) as stores:
+        engine = start()
+        begin = time.monotonic()
+        assert engine.restore(keys)[0] == 0
+        assert time.monotonic() - begin < 1
+        for at in range(20):  # what cannot be written is dropped, and pins nothing
+            context = engine.request(keys_of(f"{at}", 30))
+            assert engine.manager.prepare_store(keys_of(f"{at}", 30), context) is not None
+            engine.manager.complete_store(keys_of(f"{at}", 30), context)
+            engine.manager.on_request_finished(context)
+            engine.rest()
+        assert time.monotonic() - begin < 5
+        stores[0].release()
+        assert engine.tier._cache.flush(10)
+    time.sleep(0.1)
+    engine.store(keys)
+    evict(engine)
+    assert engine.restore(keys)[0] == 20
+
+
+def test_without_a_configuration_to_read_nothing_is_started(weights):
+    from foreword.plugins.vllm import ForewordTier
+
+    with pytest.raises(LookupError):
+        ForewordTier(
+            SimpleNamespace(config=SimpleNamespace(groups=(), cache=None), tokens_per_block=()),
+            memoryview(bytearray(8192)).cast("B", (1, 8192)),
+            "ForewordTier",
+        )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"disk": "10GiB"}, {"disk_bytes": "10GiB"}, {"host_bytes": -1}]
+)
+def test_a_wrong_setting_is_said_at_the_start(start, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        start(**settings)
+
+
+def test_random_weights_are_refused_and_vllm_goes_on(start, weights, caplog):
+    engine = engine_of(weights)
+    engine.load_config = SimpleNamespace(load_format="dummy")
+    keys = keys_of("a", 8)
+    running = start(engine=engine)
+    running.store(keys)
+    evict(running)
+    assert running.restore(keys)[0] == 0
