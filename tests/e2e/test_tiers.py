@@ -144,8 +144,8 @@ def faulty(monkeypatch):
     stores = []
 
     def install(fault, rate):
-        def open_stores(settings, record_bytes):
-            opened = tiers_module.open_stores(settings, record_bytes)
+        def open_stores(*args):
+            opened = tiers_module.open_stores(*args)
             stores[:] = [FaultyStore(store, fault, rate=rate) for store in opened]
             return list(stores)
 

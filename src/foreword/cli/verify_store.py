@@ -1,6 +1,6 @@
 """`foreword verify`: with --exact, does reuse change any answer (`foreword.cli.verify`); with
 --store URL, what is read from a store whose place fails, and with --kills what is left on disk when
-its writers are killed.
+its writers are killed; with --sharing, who has stored in a folder.
 
 Blocks of random bytes are put under a random root, on disk in a scratch folder below the one that
 is named. A fault befalls them, and what is read then, through the check that every reader makes,
@@ -26,11 +26,12 @@ from foreword.cli.failure import Failure
 from foreword.cli.scratch import BLOCK_SIZE, Blocks, Tally
 from foreword.cli.settings import count
 from foreword.cli.verify_files import DAMAGES, Damage, kill_while_putting
+from foreword.cli.verify_sharing import print_sharing, sharing
 from foreword.core.block import BlockHash
 from foreword.core.identity import Identity
 from foreword.store.disk import DiskStore
 from foreword.store.faults import Fault, FaultyStore
-from foreword.store.files import cache_folder
+from foreword.store.files import cache_folder, kv_folder
 from foreword.store.host import HostStore
 from foreword.store.store import KVStore
 
@@ -73,6 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROUNDS",
         help="kill two writers of a disk folder at random moments, so often (3 seconds each)",
     )
+    parser.add_argument(
+        "--sharing",
+        type=Path,
+        nargs="?",
+        const=kv_folder(),
+        metavar="FOLDER",
+        help="which engines have stored blocks there, and why they share or do not"
+        " (the folder that `foreword cache path` prints)",
+    )
     exact = parser.add_argument_group("for --exact")
     exact.add_argument("--model", default="smollm2", help="smollm2, or a folder")
     exact.add_argument("--threads", type=count, default=2, help="torch threads")
@@ -86,6 +96,9 @@ def run(args: argparse.Namespace) -> Mapping[str, Any] | int:
     """With --store: `silent`, the number of wrong bytes that were accepted, and `results`; with
     --kills `kills`: what all rounds came to. `ok`: no wrong byte, no fault, and exact if that was
     asked for. The lines of a scorecard where JSON is not asked for."""
+    if args.sharing:
+        who = sharing(args.sharing)
+        return who if args.json else print_sharing(who)
     result: dict[str, Any] = {"ok": True}
     if args.exact:
         # Takes torch, which a store does not need.

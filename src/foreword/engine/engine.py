@@ -36,7 +36,6 @@ from foreword.engine.stream import Letter, Stream, put
 from foreword.engine.text import Text, TextStream
 from foreword.engine.tiers import open_stores, tier_of
 from foreword.engine.transfer import Transfer
-from foreword.store.codec import record_bytes
 
 log = logging.getLogger("foreword.engine")
 
@@ -57,7 +56,7 @@ class TorchEngine:
         self.identity: Identity = model.identity(BLOCK_SIZE, runner.numerics)
         num_blocks = runner.kv.num_blocks
         self._wake = threading.Condition()
-        stores = open_stores(settings, record_bytes(BLOCK_SIZE, model.block_bytes(BLOCK_SIZE)))
+        stores = open_stores(settings, model.block_bytes(BLOCK_SIZE), self.identity)
         self.cache = KVCache(
             num_blocks,
             BLOCK_SIZE,

@@ -2,27 +2,32 @@
 
 import logging
 
+from foreword.core.identity import Identity
 from foreword.core.tier import Tier
 from foreword.engine.settings import EngineSettings
+from foreword.store.codec import record_bytes
 from foreword.store.disk import DiskStore
 from foreword.store.host import HostStore
+from foreword.store.sharers import leave_identity
 from foreword.store.store import KVStore
 
 log = logging.getLogger("foreword.engine")
 
 
-def open_stores(settings: EngineSettings, record_bytes: int) -> list[KVStore]:
-    """The stores of records of that length, the fastest first. A folder that cannot be used costs
+def open_stores(settings: EngineSettings, kv_bytes: int, identity: Identity) -> list[KVStore]:
+    """The stores of blocks of so many bytes, the fastest first. A folder that cannot be used costs
     its tier, not the server."""
     stores: list[KVStore] = []
     if not settings.prefix_caching:
         return stores
+    size = record_bytes(identity.block_size, kv_bytes)
     if settings.host_bytes:
-        stores.append(HostStore(settings.host_bytes, record_bytes))
+        stores.append(HostStore(settings.host_bytes, size))
     if settings.disk_bytes:
         try:
             settings.disk_folder.mkdir(parents=True, exist_ok=True)
-            stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, record_bytes))
+            stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, size))
+            leave_identity(settings.disk_folder, identity)
         except OSError as error:
             log.warning("KV is not kept on disk, in %s: %s", settings.disk_folder, error)
     for store in stores:

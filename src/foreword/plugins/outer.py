@@ -4,15 +4,13 @@ Each call to a place is made on a thread of the place's own. Whoever asks waits 
 most, then goes on as if nothing had been there; what comes later touches nothing of theirs.
 """
 
-import json
 import logging
 import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,9 +23,10 @@ from foreword.plugins.load import Load
 from foreword.plugins.place import Place
 from foreword.store.codec import RecordKey, record_bytes
 from foreword.store.disk import DiskStore
-from foreword.store.files import kv_folder, write_whole
+from foreword.store.files import kv_folder
 from foreword.store.host import HostStore
 from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S
+from foreword.store.sharers import leave_identity
 from foreword.store.store import KVStore
 from foreword.store.workers import Workers
 
@@ -212,8 +211,7 @@ class OuterCache:
             stores = self._stores(budgets)
             self._places = tuple(Place(store, self._payload_bytes) for store in stores)
             if budgets.disk_bytes:
-                with suppress(OSError):
-                    _leave_identity(budgets.disk_folder, self._root, identity)
+                leave_identity(budgets.disk_folder, identity)
         except Exception as error:  # noqa: BLE001 - the engine goes on without us
             log.warning("blocks are not kept: %s", error)
         self._opened.set()
@@ -293,11 +291,3 @@ class OuterCache:
         except Exception as error:  # noqa: BLE001 - not kept; the engine goes on
             log.warning("blocks are not kept: %s", error)
         done(taken)
-
-
-def _leave_identity(folder: Path, root: BlockHash, identity: Identity) -> None:
-    """Write down what this process's records depend on, so that people can see why two engines
-    share nothing."""
-    path = folder / f"identity-{root.hex()[:16]}.json"
-    if not path.exists():
-        write_whole(path, json.dumps(asdict(identity), indent=1))
