@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from foreword.cli import main as cli
+from foreword.cli.failure import EXIT_CODES
 from foreword.cli.verify_store import OURS
 from foreword.store.sharers import identities, leave_identity
 
@@ -28,7 +29,7 @@ def test_it_names_the_fields_that_differ(
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", "--sharing", str(tmp_path / "none")]) == 2
+    assert cli.main(["verify", "--sharing", str(tmp_path / "none")]) == EXIT_CODES["settings"]
     assert "cannot be read" in capsys.readouterr().err
 
 
