@@ -1,9 +1,12 @@
 """What leaves a tier first, and what it remembers of what it lost."""
 
+from copy import deepcopy
+from random import Random
+
 import pytest
 
 from foreword.core.block import BlockHash
-from foreword.core.tier import Tier
+from foreword.core.tier import Kept, Tier
 from laws import check_tier
 
 ROOT = BlockHash(b"root" * 8)
@@ -153,3 +156,79 @@ def test_what_lost_its_child_counts_as_used_when_that_was():
     tier.remove(name("b"))
     assert filled(tier, "y") == []
     assert filled(tier, "z") == [name("x")], "a was used later, through b"
+
+
+def held(letters):
+    return lambda block_hash: block_hash in hashes(letters)
+
+
+def test_take_passes_over_what_is_held_and_all_above_it():
+    tier = Tier(9)
+    filled(tier, "abc", "axy", "p")
+    assert tier.take(2, held("cp")) == [name("y"), name("x")]
+    check_tier(tier)
+    assert tier.take(1, held("cp")) is None, "c is held, and so a and b cannot leave"
+    assert tier.take(0, held("cp")) == []
+    assert tier.num_blocks == 4
+    check_tier(tier)
+    assert tier.take(4, held("")) == hashes("cbap"), "what was passed over is as old as before"
+    assert (tier.num_blocks, tier._entries) == (0, {})
+
+
+def test_take_of_too_much_changes_nothing():
+    tier = Tier(9)
+    assert tier.claim(name("d"), name("c"))
+    filled(tier, "ab", "p", "abc")
+    tier.remove(name("c"))
+    filled(tier, "q")
+    before = deepcopy(tier._entries)
+    assert tier.take(5, held("q")) is None
+    assert tier.take(6, held("")) is None
+    check_tier(tier)
+    assert tier.num_blocks == 5
+    assert tier._entries[name("d")].kept is Kept.WRITING
+    assert {h: (e.parent, e.kept, e.num_children) for h, e in tier._entries.items()} == {
+        h: (e.parent, e.kept, e.num_children) for h, e in before.items()
+    }
+    assert tier.take(5, held("")) == hashes("dpbaq"), "b counts as used when c was"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_take_removes_as_many_single_ones_would_or_none(seed):
+    """Beside it: blocks taken one by one from a copy, which is all or nothing by hand."""
+    random = Random(seed)
+    tier = Tier(40)
+    for _ in range(60):
+        chain = [random.choice("abc") for _ in range(random.randint(1, 6))]
+        keys = [name("-".join(chain[: at + 1]))[:32] for at in range(len(chain))]
+        parent = ROOT
+        for key in keys:
+            if not tier.num_kept([key], 0, 1) and random.random() < 0.9:
+                tier.claim(key, parent)
+            parent = key
+        tier.touch(keys, len(keys))
+        if random.random() < 0.3:
+            tier.remove(random.choice(keys))
+        kept = [h for h, entry in tier._entries.items() if entry.kept is not Kept.ABSENT]
+        pinned = set(random.sample(sorted(kept), min(len(kept), random.randint(0, 4))))
+        count = random.randint(0, 6)
+        copy, expected = deepcopy(tier), []
+        while len(expected) < count and (one := copy.take(1, pinned.__contains__)):
+            expected += one
+        taken = tier.take(count, pinned.__contains__)
+        check_tier(tier)
+        if taken is None:
+            assert len(expected) < count
+            assert tier.num_blocks == len(kept)
+        else:
+            assert taken == expected
+            assert tier._entries == copy._entries
+
+
+def test_takes_that_fail_leave_no_heap_behind():
+    tier = Tier(9)
+    filled(tier, "abcd", "xy")
+    for _ in range(1000):
+        assert tier.take(5, held("dy")) is None
+    assert len(tier._leaves) <= 2 * len(tier._entries) + 1
+    assert tier.take(6, held("")) == hashes("dcbayx")

@@ -4,7 +4,7 @@ Flat, by block hash, whole blocks only. A block leaves before its parent: only t
 children are offered, least recently used first, and a parent counts as used when a child was.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
@@ -74,6 +74,35 @@ class Tier:
             dropped.append(victim)
         return dropped
 
+    def take(self, count: int, held: Callable[[BlockHash], bool]) -> list[BlockHash] | None:
+        """Remove `count` blocks, none that is `held` nor any above such a one; returns them. None,
+        and all is as it was, when there are not so many."""
+        taken: dict[BlockHash, Kept] = {}
+        forgotten: list[tuple[BlockHash, _Entry]] = []
+        passed: dict[BlockHash, None] = {}
+        while len(taken) < count and (leaf := self._least_recent()) is not None:
+            if held(leaf):
+                passed[leaf] = None
+                continue
+            entry = self._entries[leaf]
+            taken[leaf], entry.kept = entry.kept, Kept.ABSENT
+            forgotten += self._forget(leaf, entry)
+        enough = len(taken) == count
+        if not enough:
+            for block_hash, entry in reversed(forgotten):
+                self._entries[block_hash] = entry
+                if entry.parent is not None:
+                    self._entries[entry.parent].num_children += 1
+            for block_hash, kept in taken.items():
+                self._entries[block_hash].kept = kept
+                self._offer(block_hash)
+        for block_hash in passed:
+            self._offer(block_hash)
+        if not enough:
+            return None
+        self.num_blocks -= count
+        return list(taken)
+
     def claim(self, block_hash: BlockHash, parent: BlockHash) -> bool:
         """Count a block that is not kept in, for a Store that is to come. False: no room."""
         if self.num_blocks >= self.capacity:
@@ -135,18 +164,22 @@ class Tier:
         self.num_blocks += 1
         self._offer(block_hash)
 
-    def _forget(self, block_hash: BlockHash, entry: _Entry) -> None:
-        """Take an entry that holds nothing and leads to nothing out, and so those above it."""
+    def _forget(self, block_hash: BlockHash, entry: _Entry) -> list[tuple[BlockHash, _Entry]]:
+        """Take an entry that holds nothing and leads to nothing out, and so those above it.
+        Returns them, the lowest first."""
+        forgotten: list[tuple[BlockHash, _Entry]] = []
         while entry.kept is Kept.ABSENT and not entry.num_children:
             del self._entries[block_hash]
+            forgotten.append((block_hash, entry))
             if entry.parent is None:
-                return
+                return forgotten
             last_used, block_hash = entry.last_used, entry.parent
             entry = self._entries[block_hash]
             entry.num_children -= 1
             entry.last_used = max(entry.last_used, last_used)
         if not entry.num_children:
             self._offer(block_hash)
+        return forgotten
 
     def _offer(self, block_hash: BlockHash) -> None:
         entry = self._entries[block_hash]
