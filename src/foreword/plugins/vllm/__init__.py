@@ -1,3 +1,4 @@
-"""vLLM: our store below its CPU tier, named in its configuration. Imported by vLLM alone."""
+"""What vLLM finds by name in `foreword.plugins.vllm`. Imported by vLLM alone."""
 
+from foreword.plugins.vllm.policy import ForewordPolicy as ForewordPolicy
 from foreword.plugins.vllm.tier import ForewordTier as ForewordTier
