@@ -13,7 +13,8 @@ from foreword.core.block import BlockHash
 
 
 class Kept(IntEnum):
-    """How much of a block a tier has."""
+    """How much of a block a tier has. Only nothing is false: to ask for that takes 0.02 µs, and
+    0.4 to compare with the name of a member, in Python 3.11."""
 
     ABSENT = 0  # nothing; known because children of it are kept
     WRITING = 1  # a Store is under way
@@ -139,7 +140,7 @@ class Tier:
         it all above."""
         for at in reversed(range(stop)):
             entry = self._entries.get(hashes[at])
-            if entry is not None and entry.kept is not Kept.ABSENT:
+            if entry is not None and entry.kept:
                 self._clock += 1
                 entry.last_used = self._clock
                 self._offer(hashes[at])
@@ -155,7 +156,7 @@ class Tier:
 
     def _add(self, block_hash: BlockHash, parent: BlockHash, kept: Kept) -> None:
         entry = self._entries.setdefault(block_hash, _Entry())
-        assert entry.kept is Kept.ABSENT, "kept already"
+        assert not entry.kept, "kept already"
         if entry.parent is None:
             entry.parent = parent
             self._entries.setdefault(parent, _Entry()).num_children += 1
@@ -168,7 +169,7 @@ class Tier:
         """Take an entry that holds nothing and leads to nothing out, and so those above it.
         Returns them, the lowest first."""
         forgotten: list[tuple[BlockHash, _Entry]] = []
-        while entry.kept is Kept.ABSENT and not entry.num_children:
+        while not entry.kept and not entry.num_children:
             del self._entries[block_hash]
             forgotten.append((block_hash, entry))
             if entry.parent is None:
@@ -183,7 +184,7 @@ class Tier:
 
     def _offer(self, block_hash: BlockHash) -> None:
         entry = self._entries[block_hash]
-        if entry.num_children or entry.kept is Kept.ABSENT:
+        if entry.num_children or not entry.kept:
             return
         if len(self._leaves) > 2 * len(self._entries):
             self._leaves = [leaf for leaf in self._leaves if self._is_current(leaf)]
@@ -196,7 +197,7 @@ class Tier:
         entry = self._entries.get(block_hash)
         return (
             entry is not None
-            and entry.kept is not Kept.ABSENT
+            and bool(entry.kept)
             and not entry.num_children
             and entry.last_used == last_used
         )
