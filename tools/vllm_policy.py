@@ -92,28 +92,38 @@ class Replay:
     """Prompts through vLLM's manager as its connector drives it: `num_running` at a time, a step of
     each in turn, a transfer done when its request's next step begins."""
 
-    def __init__(self, policy: str, capacity: int, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self, policy: str, capacity: int, prompts: Sequence[Prompt], num_running: int = 1
+    ) -> None:
         self.manager = CPUOffloadingManager(capacity, policy, MODULE.get(policy))
         self.outcome = Outcome()
-        self.prompts = prompts
         self.kept = Kept(parents_of(prompts))
+        self._num_running = num_running
+        self._waiting = iter(enumerate(prompts))
+        self._running: deque[Iterator[None]] = deque()
+        self._num_ended = 0
 
-    def run(self, num_running: int = 1) -> Outcome:
-        waiting = iter(enumerate(self.prompts))
-        running: deque[Iterator[None]] = deque()
-        ended = 0
-        while True:
-            while len(running) < num_running and (prompt := next(waiting, None)) is not None:
-                running.append(self.request(*prompt))
-            if not running:
-                return self.outcome
-            request = running.popleft()
-            if next(request, "ended") != "ended":
-                running.append(request)
-                continue
-            ended += 1
-            if ended % SAMPLE_REQUESTS == 0:
-                self.outcome.unusable.append(self.kept.share_unusable())
+    def run(self) -> Outcome:
+        while self.advance():
+            pass
+        return self.outcome
+
+    def advance(self) -> bool:
+        """The next step of one request; False when there is none."""
+        while len(self._running) < self._num_running:
+            if (prompt := next(self._waiting, None)) is None:
+                break
+            self._running.append(self.request(*prompt))
+        if not self._running:
+            return False
+        request = self._running.popleft()
+        if next(request, "ended") != "ended":
+            self._running.append(request)
+            return True
+        self._num_ended += 1
+        if self._num_ended % SAMPLE_REQUESTS == 0:
+            self.outcome.unusable.append(self.kept.share_unusable())
+        return True
 
     def request(self, number: int, prompt: Prompt) -> Iterator[None]:
         """One request; each `yield` ends a scheduler step."""
@@ -212,9 +222,11 @@ def main(argv: list[str] | None = None) -> int:
     print(" µs per block | " + " | ".join(f"{phase}" for phase in PHASES) + " |")
     print("|--:|---|" + "--:|" * (5 + len(PHASES)))
     for capacity, prompts in runs:
-        for policy in POLICIES:
-            outcome = Replay(policy, capacity, prompts).run(args.running)
-            print(row(capacity, policy, outcome), flush=True)
+        replays = [Replay(policy, capacity, prompts, args.running) for policy in POLICIES]
+        while any([replay.advance() for replay in replays]):  # in turns: noise meets all alike
+            pass
+        for policy, replay in zip(POLICIES, replays, strict=True):
+            print(row(capacity, policy, replay.outcome), flush=True)
     return 0
 
 

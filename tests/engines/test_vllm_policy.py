@@ -287,7 +287,7 @@ def complete_store(driver):
 @pytest.mark.parametrize("num_running", [1, 8])
 def test_made_up_prompts_leave_no_orphan(num_running):
     prompts = made_up(1, 300, 60)
-    outcomes = {policy: Replay(policy, 900, prompts).run(num_running) for policy in POLICIES}
+    outcomes = {policy: Replay(policy, 900, prompts, num_running).run() for policy in POLICIES}
     assert outcomes["ForewordPolicy"].orphans_max == 0
     assert outcomes["ForewordPolicy"].num_found > 0
     assert max(outcomes["arc"].orphans_max, outcomes["lru"].orphans_max) > 0, (
