@@ -5,59 +5,18 @@
         "cache_policy_module_path": "foreword.plugins.vllm"}
 
 vLLM keeps the bytes and counts their readers; here is only which chunk leaves first, and that is
-`core.tier.Tier`'s to say. An offload key is a block hash and 4 bytes of KV cache group; each group
-has chains of its own. Interface: vllm/v1/kv_offload/cpu/policies/base.py of vLLM 0.32. It runs in
-vLLM's scheduler, so nothing here may wait, and little may take time.
+`core.tier.Tier`'s to say. Interface: vllm/v1/kv_offload/cpu/policies/base.py of vLLM 0.32. It runs
+in vLLM's scheduler, so nothing here may wait, and little may take time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from foreword.core.block import BlockHash
 from foreword.core.tier import Tier
-
-GROUP_BYTES = 4
-
-
-class Lineage:
-    """Which key of a request comes before which. vLLM says where in the prompt a key ends, but has
-    no public way to ask for the keys of a request: where it has them is read here alone. Without
-    it no parent is known, and the order is that of the last use."""
-
-    __slots__ = ("_keys", "_num_seen", "_steps")
-
-    def __init__(self) -> None:
-        self._keys: dict[tuple[bytes, int], OffloadKey] = {}  # by group and end, in tokens
-        self._steps: dict[bytes, int] = {}  # tokens per chunk, by group
-        self._num_seen = 0
-
-    @classmethod
-    def of(cls, req_context: ReqContext) -> "Lineage":
-        """The request's own, which goes when it does, with the keys it got since."""
-        lineage: Lineage | None = req_context.get_state(cls)
-        if lineage is None:
-            lineage = cls()
-            req_context.set_state(lineage)
-        ends: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-        for key, end in islice(ends.items(), lineage._num_seen, None):
-            group = key[-GROUP_BYTES:]
-            lineage._keys[group, end] = key
-            lineage._steps.setdefault(group, end)  # a request's first chunk is its first key
-        lineage._num_seen = len(ends)
-        return lineage
-
-    def parent(self, key: OffloadKey, end: int | None) -> BlockHash:
-        """The chunk before the one that ends at token `end`; its group's root when it is the first
-        or none is known. Never one that ends later, so no two chunks wait for each other. A chunk
-        cut short at a prompt's end (`end` is no multiple) comes after a whole one, too."""
-        group = key[-GROUP_BYTES:]
-        step = self._steps.get(group)
-        if end is None or step is None:
-            return BlockHash(group)
-        return BlockHash(self._keys.get((group, (end - 1) // step * step), group))
+from foreword.plugins.vllm.lineage import GROUP_BYTES, Lineage
 
 
 class ForewordPolicy(CachePolicy):
@@ -102,7 +61,7 @@ class ForewordPolicy(CachePolicy):
         lineage = Lineage.of(req_context)
         for key in keys:
             end = req_context.get_offload_key_position(key)
-            self._parents[key] = lineage.parent(key, end)
+            self._parents[key] = BlockHash(lineage.parent(key, end) or key[-GROUP_BYTES:])
 
     def on_request_finished(
         self,

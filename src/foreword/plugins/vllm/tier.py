@@ -6,11 +6,10 @@ its own do. A block that does not come back whole and in time is that block's mi
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from foreword.plugins.load import Load
 from foreword.plugins.outer import Block, Budgets, OuterCache
 from foreword.plugins.vllm.identity import engine_config, identify
+from foreword.plugins.vllm.lineage import GROUP_BYTES, Lineage
 from foreword.store.files import kv_folder
 from foreword.store.patience import PROBE_S
 
@@ -43,12 +43,9 @@ KEEP_HINT = "foreword_keep_tokens"  # in kv_transfer_params: keep no more of thi
 
 @dataclass(slots=True)
 class _Prompt:
-    """What is known of one request: its blocks, in order, by vLLM's key."""
+    """What is known of one request's chunks."""
 
     most_tokens: int | None = None
-    blocks: dict[bytes, Block] = field(default_factory=dict)
-    last: dict[bytes, bytes] = field(default_factory=dict)  # the last key of each group
-    num_seen: int = 0
     promoted: set[bytes] = field(default_factory=set)  # vLLM was told that they are here
     lost: set[bytes] = field(default_factory=set)  # a load did not bring them: not asked again
     there: dict[bytes, bool] = field(default_factory=dict)  # as a shared place has answered
@@ -109,12 +106,12 @@ class ForewordTier(SecondaryTierManager):
         return RequestOffloadingContext(policy)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        prompt = self._prompt(req_context)
-        block = prompt.blocks.get(key)
-        if block is None or key in prompt.lost:
+        prompt = _prompt(req_context)
+        if key in prompt.lost:
             return LookupResult.MISS
-        if not self._cache.num_ready([block]):
-            if key not in prompt.there and not self._answered(prompt, key):
+        blocks = _blocks([key], req_context)
+        if not self._cache.num_ready(blocks):
+            if key not in prompt.there and not self._answered(prompt, key, req_context):
                 return LookupResult.RETRY
             if not prompt.there[key]:
                 return LookupResult.MISS
@@ -125,18 +122,22 @@ class ForewordTier(SecondaryTierManager):
         return LookupResult.HIT
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        prompt = self._prompt(job_metadata.req_context)
-        blocks = [prompt.blocks[key] for key in job_metadata.keys]
+        blocks = _blocks(job_metadata.keys, job_metadata.req_context)
         load = self._cache.begin_load(blocks, self._chunks(job_metadata))
         begin_s = time.monotonic()
         self._promotions[job_metadata.job_id] = _Promotion(job_metadata, load, begin_s)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        prompt = self._prompt(job_metadata.req_context)
+        most_tokens = _prompt(job_metadata.req_context).most_tokens
+        end_of = job_metadata.req_context.get_offload_key_position
         pairs = [
-            (prompt.blocks[key], chunk)
-            for key, chunk in zip(job_metadata.keys, self._chunks(job_metadata), strict=True)
-            if self._is_wanted(prompt, key)
+            (block, chunk)
+            for block, chunk in zip(
+                _blocks(job_metadata.keys, job_metadata.req_context),
+                self._chunks(job_metadata),
+                strict=True,
+            )
+            if most_tokens is None or end_of(block.engine_key) <= most_tokens
         ]
         pairs.sort(key=lambda pair: pair[0].position)  # parents first
         taken: Future[list[bool]] = Future()
@@ -164,11 +165,9 @@ class ForewordTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Its blocks were used: the last that is kept counts, and with it all above."""
-        blocks: dict[bytes, list[Block]] = {}
-        for key, block in self._prompt(req_context).blocks.items():
-            blocks.setdefault(key[-4:], []).append(block)
-        for group in blocks.values():
-            self._cache.touch(group)
+        lineage = Lineage.of(req_context)
+        for group in lineage.groups:
+            self._cache.touch(_blocks(lineage.keys(group), req_context))
 
     def drain_jobs(self) -> None:
         """vLLM forgets its caches, perhaps since the weights were changed: what was kept before is
@@ -216,34 +215,13 @@ class ForewordTier(SecondaryTierManager):
             stats.set_gauge(BYTES, place.num_bytes, (place.name,))
         return stats
 
-    def _prompt(self, req_context: Any) -> _Prompt:
-        """With all blocks that vLLM has hashed by now."""
-        prompt: _Prompt | None = req_context.get_state(_Prompt)
-        if prompt is None:
-            self.on_new_request(req_context)
-            prompt = req_context.get_state(_Prompt)
-            assert prompt is not None
-        # By this, keys in the order of the prompt, with the token that each ends at. vLLM gives
-        # no other way to the key before one that it asks for.
-        ends: dict[bytes, int] = req_context._offload_key_positions
-        for key, end in islice(ends.items(), prompt.num_seen, None):
-            group = key[-4:]
-            position, rest = divmod(end, self._chunk_tokens[group])
-            if not rest:  # the rest: ends inside a chunk, which recurrent models have
-                prompt.blocks[key] = Block(key, prompt.last.get(group), position - 1)
-                prompt.last[group] = key
-        prompt.num_seen = len(ends)
-        return prompt
-
-    def _answered(self, prompt: _Prompt, key: bytes) -> bool:
+    def _answered(self, prompt: _Prompt, key: bytes, req_context: Any) -> bool:
         """Whether it is known if others have a block: all of its group from there on are asked for
         at once. No answer in time is a no."""
         if prompt.asked is None:
-            keys = list(prompt.blocks)
-            prompt.asked_for = [
-                other for other in keys[keys.index(key) :] if other[-4:] == key[-4:]
-            ]
-            prompt.asked = self._cache.probe([prompt.blocks[other] for other in prompt.asked_for])
+            keys = Lineage.of(req_context).keys(key[-GROUP_BYTES:])
+            prompt.asked_for = keys[keys.index(key) :] if key in keys else [key]
+            prompt.asked = self._cache.probe(_blocks(prompt.asked_for, req_context))
             prompt.until_s = time.monotonic() + PROBE_S
         if prompt.asked.done():
             there = prompt.asked.result()
@@ -255,13 +233,6 @@ class ForewordTier(SecondaryTierManager):
         prompt.asked = None
         return key in prompt.there
 
-    def _is_wanted(self, prompt: _Prompt, key: bytes) -> bool:
-        block = prompt.blocks.get(key)
-        if block is None:
-            return False
-        end = (block.position + 1) * self._chunk_tokens[key[-4:]]
-        return prompt.most_tokens is None or end <= prompt.most_tokens
-
     def _chunks(self, job: TransferJob) -> list[memoryview]:
         """Their bytes in vLLM's CPU tier."""
         size = self.block_size_bytes
@@ -271,7 +242,7 @@ class ForewordTier(SecondaryTierManager):
         job, lost = promotion.job, promotion.load.lost
         good = [key for key, reason in zip(job.keys, lost, strict=True) if reason is None]
         if len(good) < len(lost):
-            self._prompt(job.req_context).lost.update(set(job.keys).difference(good))
+            _prompt(job.req_context).lost.update(set(job.keys).difference(good))
             self._heal_until_s = now_s + HEAL_S
         return JobResult(
             job.job_id,
@@ -280,6 +251,20 @@ class ForewordTier(SecondaryTierManager):
             transfer_time=now_s - promotion.begin_s,
             transfer_bytes=len(good) * self.block_size_bytes,
         )
+
+
+def _prompt(req_context: Any) -> _Prompt:
+    prompt: _Prompt | None = req_context.get_state(_Prompt)
+    if prompt is None:
+        prompt = _Prompt()
+        req_context.set_state(prompt)
+    return prompt
+
+
+def _blocks(keys: Collection[bytes], req_context: Any) -> list[Block]:
+    lineage = Lineage.of(req_context)
+    ends = [(key, req_context.get_offload_key_position(key)) for key in keys]
+    return [Block(key, lineage.parent(key, end), lineage.position(key, end)) for key, end in ends]
 
 
 def _settings(settings: dict[str, Any]) -> tuple[Budgets, list[str]]:
