@@ -138,7 +138,7 @@ def test_a_process_that_reaches_out_would_be_seen(tmp_path: Path) -> None:
 
 
 def test_all_that_a_server_says_can_be_json(folder: Path, tmp_path: Path) -> None:
-    with started(folder, tmp_path, "--log-format", "json") as process:
+    with started(folder, tmp_path, "--json") as process:
         deadline_s = time.monotonic() + START_S
         said = tmp_path / "stderr"
         while '"facts"' not in said.read_text():

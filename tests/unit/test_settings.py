@@ -118,7 +118,7 @@ def test_more_pool_than_memory_is_refused() -> None:
         ("smollm2", "did you mean --model smollm2?"),
         ("--nothing-like-it", "unrecognized arguments: --nothing-like-it (see"),
         ("--cors-origins example.org/page", "no origin"),
-        ("--log-format xml", "json"),
+        ("--exact always", "auto"),
         ("--config /nowhere.toml", "/nowhere.toml cannot be read: No such file"),
     ],
 )

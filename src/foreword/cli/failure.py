@@ -13,18 +13,12 @@ EXIT_CODES: Final = {
     "install": 6,  # a package is missing
     "interrupted": 130,
 }
-PACKAGES = {
-    "accelerate",
-    "huggingface_hub",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "gguf",
-    "jinja2",
-    "numpy",
-    "tqdm",
-}
+ENGINE = (
+    *("accelerate", "huggingface_hub", "torch", "transformers", "tokenizers", "safetensors"),
+    *("gguf", "jinja2", "numpy", "tqdm"),
+)
+# Package: the extra that brings it.
+PACKAGES = {**dict.fromkeys(ENGINE, "engine"), "zmq": "events", "msgspec": "events"}
 
 
 class Failure(Exception):
@@ -40,7 +34,8 @@ class Failure(Exception):
         if isinstance(error, Failure):
             return error
         if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
-            return cls(f"{error.name} is not installed: pip install 'foreword[engine]'", "install")
+            extra = PACKAGES[error.name]
+            return cls(f"{error.name} is not installed: pip install 'foreword[{extra}]'", "install")
         if isinstance(error, ModelNotFound | ModelRefused):
             return cls(str(error), "model")
         return None

@@ -27,6 +27,7 @@ COMMANDS = {
     "cache stats": ("foreword.cli.cache", True, "what a running server's cache has done"),
     "cache path": ("foreword.cli.cache", False, "where this machine keeps KV on disk"),
     "cache clear": ("foreword.cli.cache", True, "let a running server forget all prefixes"),
+    "events": ("foreword.cli.events", False, "what workers say that their caches gain and lose"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),

@@ -21,6 +21,7 @@ from foreword.cli.failure import Failure
 from foreword.cli.settings import add_listen_flags, add_model_flags, api_keys, engine_settings
 from foreword.cli.warm import openings, read_bodies, warm
 from foreword.core.errors import EngineStopped
+from foreword.core.events import Publish
 from foreword.core.request import Request
 from foreword.engine.source import locate
 from foreword.server.app import create_app
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Before torch, which takes seconds: a taken port, a wrong name or file shows at once.
-    with bind(args.host, args.port) as listener:
-        _log_to_stderr(args.log_format)
+    with bind(args.host, args.port) as listener, publishing(args.kv_events) as publish:
+        _log_to_stderr(args.json)
         keys, bodies = api_keys(args.api_keys), read_bodies(args.warm)
         settings = engine_settings(args)
         path, name = locate(args.model)
@@ -59,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise Failure.of(error) or Failure(str(error), "settings") from error
         first = openings(engine, bodies, [tenant_of(key) for key in keys] or [""])
-        engine.start()
+        engine.start(publish)
         app = create_app(engine, keys, args.cors_origins)
-        asyncio.run(_serve(engine, app, listener, first, args.log_format))
+        asyncio.run(_serve(engine, app, listener, first, args.json))
     return 0
 
 
@@ -90,6 +91,29 @@ def _taken(host: str, port: int, error: OSError | UnicodeError) -> Failure:
     reason = getattr(error, "strerror", None) or error
     advice = "--host" if isinstance(error, UnicodeError | socket.gaierror) else "--port"
     return Failure(f"cannot listen on {host}:{port}: {reason}. Try another {advice}.", "address")
+
+
+@contextlib.contextmanager
+def publishing(setting: str | None) -> Iterator[Publish | None]:
+    """What publishes KV events while the context lasts, as --kv-events says; None for None. Raises
+    Failure."""
+    if setting is None:
+        yield None
+        return
+    from foreword.server.publisher import EventPublisher
+
+    endpoint, _, form = setting.partition(",")
+    try:
+        publisher = EventPublisher(endpoint, form or "mixed")
+    except ValueError as error:
+        raise Failure(f"--kv-events: {error}", "settings") from error
+    except OSError as error:
+        reason = f"cannot publish KV events on {endpoint} and the next port: {error.strerror}"
+        raise Failure(f"{reason}. Try another --kv-events.", "address") from error
+    try:
+        yield publisher.publish
+    finally:
+        publisher.close()
 
 
 def check_device(name: str) -> None:
@@ -121,10 +145,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def _log_to_stderr(log_format: str) -> None:
+def _log_to_stderr(as_json: bool) -> None:
     stderr = logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
-    stderr.setFormatter(JsonLines() if log_format == "json" else plain)
+    stderr.setFormatter(JsonLines() if as_json else plain)
     log = logging.getLogger("foreword")
     log.addHandler(stderr)
     log.setLevel(logging.INFO)
@@ -143,7 +167,7 @@ async def _serve(
     app: ASGIApp,
     listener: socket.socket,
     first: list[Request],
-    log_format: str,
+    as_json: bool,
 ) -> None:
     """Prefill the openings, then serve until SIGINT or SIGTERM. Then refuse new requests, let
     running ones finish for DRAIN_S, and tell those that did not."""
@@ -157,7 +181,7 @@ async def _serve(
         timeout_graceful_shutdown=int(DRAIN_S + FLUSH_S),
     )
     server = Server(config)
-    say = log.info if log_format == "json" else partial(print, flush=True)
+    say = log.info if as_json else partial(print, flush=True)
     draining: list[asyncio.Task[None]] = []
 
     def stop(number: int) -> None:
@@ -174,7 +198,7 @@ async def _serve(
     try:
         await warm(engine, first)
         facts = {"URL": f"{url(host, port)}/v1", **engine.banner_facts}
-        if log_format == "json":
+        if as_json:
             log.info("Foreword serves.", extra={"facts": facts})
         else:
             say(banner(facts, engine.card.name, url(host, port)))

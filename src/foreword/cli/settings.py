@@ -93,7 +93,14 @@ def add_listen_flags(parser: argparse.ArgumentParser) -> None:
         help="prefill these prompts before the port opens: a request as JSON in each line",
     )
     parser.add_argument("--config", default="", metavar="FILE", help="a TOML file of these options")
-    parser.add_argument("--log-format", default="text", choices=("text", "json"))
+    parser.add_argument("--json", action="store_true", help="log and banner as JSON lines")
+    parser.add_argument(
+        "--kv-events",
+        metavar="ENDPOINT[,FORM]",
+        help="publish what the cache gains and loses, as vLLM does: tcp://127.0.0.1:5557, old "
+        "batches on the next port; the prompts' tokens are in it; FORM for readers that want it "
+        "is arrays or maps",
+    )
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:

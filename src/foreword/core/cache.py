@@ -44,7 +44,7 @@ class KVCache:
         self.reuse = reuse
         self.lower = LowerTiers(tiers if reuse else ())
         self.num_evicted_blocks = 0  # since start
-        self._record_events = record_events
+        self.record_events = record_events
         self._events: list[KVEvent] = []
         self._leaders: dict[BlockHash, Lease] = {}
 
@@ -208,7 +208,7 @@ class KVCache:
         self.pool = BlockPool(self.pool.num_blocks)
         self.index = RadixIndex(self.block_size)
         self.lower.clear()
-        if self._record_events:
+        if self.record_events:
             self._events.append(AllBlocksCleared())
         return True
 
@@ -255,7 +255,7 @@ class KVCache:
             self.num_evicted_blocks += idle
         for leaf in pinned:
             self.index.offer(leaf)
-        if removed and self._record_events:
+        if removed and self.record_events:
             self._events.append(BlockRemoved(tuple(removed)))
         return self.pool.take(num_blocks)
 
@@ -318,7 +318,7 @@ class KVCache:
             lease.leads = None
 
     def _stored(self, chain: Chain, start: int, stop: int) -> None:
-        if not self._record_events:
+        if not self.record_events:
             return
         size = self.block_size
         parent = chain.hashes[start - 1] if start else None

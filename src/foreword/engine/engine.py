@@ -22,6 +22,7 @@ import torch
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
 from foreword.core.errors import EngineBusy, EngineStopped, RequestFailed
+from foreword.core.events import Publish
 from foreword.core.identity import Identity
 from foreword.core.request import ModelCard, Output, Request, check_request
 from foreword.core.stats import EngineStats
@@ -32,7 +33,7 @@ from foreword.engine.scheduler import Scheduler, Step
 from foreword.engine.sequence import Sequence
 from foreword.engine.settings import EngineSettings
 from foreword.engine.stats import Counts
-from foreword.engine.stream import Letter, Stream, put
+from foreword.engine.stream import Letter, Stream, put, settle
 from foreword.engine.text import Text, TextStream
 from foreword.engine.tiers import open_stores, tier_of
 from foreword.engine.transfer import Transfer
@@ -162,7 +163,9 @@ class TorchEngine:
             "exact": f"{'yes' if self.exact else 'no'}: {self.exact_reason}",
         }
 
-    def start(self) -> None:
+    def start(self, publish: Publish | None = None) -> None:
+        """`publish` is told of the cache's events by the engine's thread: it must not wait."""
+        self._publish, self.cache.record_events = publish, publish is not None
         self._thread.start()
 
     async def stop(self, drain_s: float) -> None:
@@ -244,7 +247,9 @@ class TorchEngine:
                 begin_s = time.monotonic()
                 if step.work:
                     self._deliver(self._step(step))
-                else:
+                if self._publish and (events := self.cache.take_events()):
+                    self._publish(events)
+                if not step.work:
                     self._await_tiers()
                 busy_s = time.monotonic() - begin_s if step.work else 0.0
         except Exception:
@@ -277,7 +282,7 @@ class TorchEngine:
             if cleared.set_running_or_notify_cancel():  # False: who asked has gone
                 done = self.cache.clear()
                 self.transfer.perform(self.cache.lower.take_effects())
-                self.transfer.when_written(partial(_settle, cleared, done))
+                self.transfer.when_written(partial(settle, cleared, done))
         for starts, stream in letters:
             if not starts:
                 self._forget([s for s in stream.samples if s in self._streams])
@@ -392,8 +397,3 @@ class TorchEngine:
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, letters in by_loop.items():
             put(loop, letters)
-
-
-def _settle(future: Future[bool], result: bool) -> None:
-    if not future.done():  # its client may have gone
-        future.set_result(result)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 
 from foreword.core.errors import EngineStopped, RequestFailed
 from foreword.core.request import Output, Request
@@ -37,3 +38,8 @@ def put(loop: asyncio.AbstractEventLoop, letters: Items[Letter]) -> None:
         loop.call_soon_threadsafe(enqueue)
     except RuntimeError:
         log.debug("an event loop closed before its outputs came")
+
+
+def settle(future: Future[bool], result: bool) -> None:
+    if not future.done():  # its client may have gone
+        future.set_result(result)

@@ -1,0 +1,1 @@
+"""Router: know what each worker has cached, to send requests where their prefix is."""
