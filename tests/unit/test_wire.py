@@ -164,5 +164,5 @@ def test_the_replay_endpoint_is_the_next_port() -> None:
     assert replay_endpoint("tcp://127.0.0.1:5557") == "tcp://127.0.0.1:5558"
     assert replay_endpoint("tcp://[::1]:80") == "tcp://[::1]:81"
     for bad in ("", "5557", "tcp://5557", "ipc://x:1", "tcp://:1", "tcp://h:x", "tcp://h:65535"):
-        with pytest.raises(ValueError, match="endpoint|port"):
+        with pytest.raises(ValueError, match=r"endpoint|port"):
             replay_endpoint(bad)

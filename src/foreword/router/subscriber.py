@@ -25,6 +25,7 @@ REMEMBERED_MAX = 10_000  # digests of batches, to tell one that is repeated from
 TOPICS_MAX = 64  # of one worker; more are not followed
 BATCH_BYTES_MAX = 64 << 20
 ANSWER_S = 2.0  # how long the replay endpoint may be silent
+QUIET_S = 1.0  # after which it is asked whether that was all: a loss at the end shows no gap
 NUMBER_BYTES = 8  # of a batch's number, big-endian
 END = -1  # the number that ends an answer
 
@@ -88,9 +89,12 @@ class Heard:
 class Subscription:
     """One worker's events, in order. Iterate over `news()`; closing that ends the subscription."""
 
-    def __init__(self, source: Source, answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, source: Source, answer_s: float = ANSWER_S, quiet_s: float = QUIET_S
+    ) -> None:
         self.source = source
-        self._answer_ms = round(answer_s * 1000)
+        self._answer_ms, self._quiet_ms = round(answer_s * 1000), round(quiet_s * 1000)
+        self._answers = False  # the replay endpoint did, when it was asked last
         # None: batches of an answer without topics, until one arrives that has one.
         self._topics: dict[bytes | None, Heard] = {}
         self._context = zmq.asyncio.Context.instance()
@@ -107,16 +111,20 @@ class Subscription:
                 poller.register(connections, zmq.POLLIN)
                 try:
                     listener.connect(endpoint)
+                    quiet_ms = None
                     while True:
-                        ready = dict(await poller.poll())
+                        ready = dict(await poller.poll(quiet_ms))
                         if connections in ready:
                             await connections.recv_multipart()
                             steps = self._connected(listener)
-                        else:
+                        elif listener in ready:
                             steps = self._arrived(await listener.recv_multipart())
+                        else:
+                            steps = self._fill_all()
                         async with aclosing(steps):
                             async for news in steps:
                                 yield news
+                        quiet_ms = self._quiet_ms if ready and self._answers else None
                 finally:
                     listener.disable_monitor()
 
@@ -135,6 +143,11 @@ class Subscription:
             with suppress(zmq.Again):
                 while True:
                     await listener.recv_multipart(zmq.NOBLOCK)
+        async with aclosing(self._fill_all()) as steps:
+            async for news in steps:
+                yield news
+
+    async def _fill_all(self) -> AsyncGenerator[News, None]:
         for topic in list(self._topics) or [None]:
             async with aclosing(self._fill(topic)) as steps:
                 async for news in steps:
@@ -194,6 +207,7 @@ class Subscription:
         # A socket for each question: what comes too late is nobody's.
         with self._socket(zmq.DEALER, self.source.replay) as asker:
             asker.connect(self.source.replay)
+            self._answers = False
             await asker.send_multipart((b"", first.to_bytes(NUMBER_BYTES, "big")))
             while await asker.poll(self._answer_ms):
                 _, *frames = await asker.recv_multipart()
@@ -201,6 +215,7 @@ class Subscription:
                     continue
                 seq = int.from_bytes(frames[-2], "big", signed=True)
                 said = frames[0] if len(frames) == 3 and seq != END else None
+                self._answers = seq == END
                 if seq == END or said is None or topic in (None, said):
                     yield said, seq, frames[-1]
                 if seq == END:
