@@ -70,7 +70,7 @@ def _row(action: argparse.Action) -> str:
     if action.choices is not None:
         value = "{" + ",".join(map(str, action.choices)) + "}"
     names = ", ".join(action.option_strings)
-    left = f"`{names} {value}".strip() + "`"
+    left = "`" + f"{names} {value}".strip() + "`"
     shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False
     default = f"`{action.default}`" if shown else ""
     meaning = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
