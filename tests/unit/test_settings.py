@@ -215,6 +215,17 @@ def test_a_missing_package_is_named() -> None:
     assert Failure.of(RuntimeError("a bug")) is None
 
 
+@pytest.mark.parametrize("line", ["events tcp://h:1", "serve --port 0 --kv-events tcp://h:1"])
+def test_an_extra_that_is_missing_is_named(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("foreword.cli.events", "foreword.router.subscriber", "foreword.server.publisher"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert cli.main(line.split()) == EXIT_CODES["install"]
+    assert "zmq is not installed: pip install 'foreword[events]'\n" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
