@@ -1,6 +1,6 @@
 # The only verbs that people and CI use. Each makes .venv and installs what it needs by itself.
 # Pass options through: make serve ARGS="--port 9000", make test ARGS="tests/unit -x".
-.PHONY: serve test check bench docs mutants gpu-check
+.PHONY: serve test test-engines check bench docs mutants gpu-check
 .DEFAULT_GOAL := test
 
 # Without bytecode every start would compile its imports again, which takes ten seconds.
@@ -17,6 +17,9 @@ serve: $(READY) # an OpenAI-compatible server on 127.0.0.1:8000
 
 test: $(READY) # the whole suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-engines: $(READY) # the plug-ins inside the real engines, which it installs once: 2 GB
+	$(BIN)/python tools/engines.py $(ARGS)
 
 check: $(READY) # everything that needs no run: style, types, import directions, generated docs
 	$(BIN)/ruff check .
@@ -37,7 +40,10 @@ bench: $(READY) # the measurements of the README's table; ARGS=--json for all fi
 docs: $(READY) # rewrite the generated pages
 	$(BIN)/python tools/reference.py
 
-gpu-check: $(READY) # what a CUDA machine's tiers give, under five minutes, as JSON
+gpu-test-engines: $(READY) # the plug-ins inside the real engines, which it installs once: 2 GB
+	$(BIN)/python tools/engines.py $(ARGS)
+
+check: $(READY) # what a CUDA machine's tiers give, under five minutes, as JSON
 	$(BIN)/python tools/gpu_check.py $(ARGS)
 
 mutants: $(READY) # break the core one line at a time: do the tests notice?

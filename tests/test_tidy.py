@@ -37,6 +37,7 @@ MAY_IMPORT = {
 }
 # Words that say nothing about the thing they name.
 VAGUE = {"manager", "helper", "util", "utils", "controller", "handler", "base", "data", "info"}
+FORCED = {"get_manager"}  # vLLM asks an offloading specification for it.
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -106,7 +107,7 @@ def test_file_keeps_the_house_rules(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_names_say_something(path: Path) -> None:
-    vague = {name for name in names(path) if words(name) & VAGUE}
+    vague = {name for name in names(path) if words(name) & VAGUE} - FORCED
     assert not vague
 
 

@@ -99,15 +99,16 @@ def cached_tokens(answer: Any) -> int:
 
 @contextlib.contextmanager
 def vllm_server(
-    model: Path, log: Path, flags: Sequence[str], **variables: str
+    model: Path, log: Path, flags: Sequence[str], command: Sequence[str] = (), **variables: str
 ) -> Iterator[VllmServer]:
-    """A server of a model folder. `flags` go after FLAGS, `variables` into its environment. Raises
-    AssertionError with the end of its log when it does not get ready."""
+    """A server of a model folder. `flags` go after FLAGS, `variables` into its environment;
+    `command` replaces `vllm serve`. Raises AssertionError with the end of its log when it does not
+    get ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    vllm = Path(sys.executable).with_name("vllm")
-    words = [vllm, "serve", model, "--served-model-name", "model", "--port", str(port)]
+    command = command or (str(Path(sys.executable).with_name("vllm")), "serve")
+    words = [*command, str(model), "--served-model-name", "model", "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*words, *FLAGS, *flags],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,11 +36,11 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def start_vllm(tmp_path: Path) -> Iterator[StartVllm]:
-    """start_vllm(model, *flags, **environment): a server that ends with the test."""
+    """start_vllm(model, *flags, command=(), **environment): a server that ends with the test."""
     with ExitStack() as servers:
         logs = (tmp_path / f"vllm-{number}.log" for number in range(100))
 
-        def start(model: Path, *flags: str, **variables: str) -> VllmServer:
-            return servers.enter_context(vllm_server(model, next(logs), flags, **variables))
+        def start(model: Path, *flags: str, **options: Any) -> VllmServer:
+            return servers.enter_context(vllm_server(model, next(logs), flags, **options))
 
         yield start

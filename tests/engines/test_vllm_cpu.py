@@ -2,12 +2,11 @@
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec as Chunks,
@@ -24,33 +23,27 @@ from vllm_server import TINY_FLAGS, VllmServer, cached_tokens
 
 PAGE_BYTES = (64, 96)  # of two KV tensors
 NUM_BLOCKS, NUM_CHUNKS = 12, 5
+FOREWORD = (sys.executable, "-m", "foreword.cli.main", "serve", "--engine", "vllm")
+FOREWORD += ("--disk", "0", "--host-bytes", "256MiB")
 PROMPTS = [[(11 * prompt + 7 * i * i + i) % 500 + 3 for i in range(400)] for prompt in range(4)]
 
 
-def transfer_config(folder: Path, **extra: Any) -> str:
-    """Room for 16 blocks in host memory, and vLLM's own files below."""
-    return json.dumps(
-        {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "spec_name": "ForewordCPUSpec",
-                "spec_module_path": "foreword.plugins.vllm",
-                "cpu_bytes_to_use": 16 * 32 * 1024,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
-                **extra,
-            },
-        }
-    )
-
-
-@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 def test_what_vllm_evicts_comes_back_also_after_a_restart(
-    start_vllm: Callable[..., VllmServer], tiny_model: Path, tmp_path: Path, blocks_per_chunk: int
+    start_vllm: Callable[..., VllmServer], tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = transfer_config(tmp_path / "kv", blocks_per_chunk=blocks_per_chunk)
-    flags = (*TINY_FLAGS, "--kv-transfer-config", config)
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "ForewordCPUSpec",
+            "spec_module_path": "foreword.plugins.vllm",
+            "cpu_bytes_to_use": 16 * 32 * 1024,  # 16 blocks
+            "blocks_per_chunk": 2,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "kv")}],
+        },
+    }
+    flags = (*TINY_FLAGS, "--kv-transfer-config", json.dumps(config))
     server = start_vllm(tiny_model, *flags)
     cold, warm = server.complete(PROMPTS[0]), server.complete(PROMPTS[0])
     assert cached_tokens(cold) == 0
@@ -66,6 +59,26 @@ def test_what_vllm_evicts_comes_back_also_after_a_restart(
     again = start_vllm(tiny_model, *flags).complete(PROMPTS[0])
     assert cached_tokens(again) == 384
     assert again["choices"] == warm["choices"]
+
+
+def test_foreword_serves_with_vllm_and_keeps_what_it_evicts_in_host_memory(
+    start_vllm: Callable[..., VllmServer], smollm2: Path
+) -> None:
+    """The default model as our own engine converted it."""
+    flags = ("--max-model-len", "1024", "--num-gpu-blocks-override", "40")
+    server = start_vllm(smollm2, *flags, command=FOREWORD)
+    answer = server.complete("The capital of France is", max_tokens=1)
+    assert answer["choices"][0]["text"] == " Paris"
+    prompts = [prompt * 2 for prompt in PROMPTS[:3]]
+    cold = server.complete(prompts[0])
+    for prompt in prompts[1:]:
+        assert cached_tokens(server.complete(prompt)) == 0
+    restored = server.complete(prompts[0])
+    assert cached_tokens(restored) == 768
+    assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="host") >= 256
+    assert restored["choices"] == cold["choices"]
+    server.stop()
+    assert server.regions() == []
 
 
 class Region:

@@ -23,6 +23,9 @@ from foreword.cli.failure import EXIT_CODES, Failure
 # name: (module, measures, what it does)
 COMMANDS = {
     "serve": ("foreword.cli.serve", False, "an OpenAI-compatible server"),
+    "serve --engine vllm": ("foreword.cli.engines", False, "vLLM, with our store below its cache"),
+    "engine-args vllm": ("foreword.cli.engines", False, "the flags that plug our store into vLLM"),
+    "engine-args sglang": ("foreword.cli.engines", False, "the same for SGLang"),
     "chat": ("foreword.cli.chat", False, "talk with a model, and see what each turn reused"),
     "cache stats": ("foreword.cli.cache", True, "what a running server's cache has done"),
     "cache path": ("foreword.cli.cache", False, "where this machine keeps KV on disk"),
@@ -67,7 +70,10 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(word, names, n=1)
             if not near and not word.startswith("-") and "--model" in names:
                 near = [f"--model {word}"]
-            message += f"; did you mean {near[0]}?" if near else ""
+            if word == "--engine":  # a command of its own
+                message += "; there is `foreword serve --engine vllm MODEL`, in this order"
+            elif near:
+                message += f"; did you mean {near[0]}?"
         raise Failure(f"{message} (see {self.prog} --help)", "usage")
 
 
@@ -106,9 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"foreword {__version__}")
         return 0
-    name = next((n for n in COMMANDS if n.split() == words[: len(n.split())]), None)
+    said = [name for name in COMMANDS if name.split() == words[: len(name.split())]]
+    name = max(said, key=len, default=None)
     if name is None:
-        wish = " ".join(words[:2] if words[0] in ("bench", "cache") else words[:1])
+        grouped = words[0] in ("bench", "cache", "engine-args")
+        wish = " ".join(words[:2] if grouped else words[:1])
         print(f"foreword: no command {wish!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_CODES["usage"]
     try:

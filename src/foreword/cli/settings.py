@@ -38,19 +38,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         type=size,
         help="memory for KV, such as 2GiB (a quarter of this machine's, at most 4GiB)",
     )
-    parser.add_argument(
-        "--host-bytes",
-        type=size_or_none,
-        help="memory for KV that the device evicts (0 with --device cpu, else a quarter of this "
+    add_tier_flags(
+        parser,
+        "memory for KV that the device evicts (0 with --device cpu, else a quarter of this "
         "machine's)",
-    )
-    parser.add_argument(
-        "--disk",
-        type=disk,
-        default="10GiB",
-        metavar="SIZE[:DIR]",
-        help="disk for KV, which a restart finds again, in a folder that several servers may share "
-        "(10GiB, where `foreword cache path` says); 0 keeps none",
     )
     parser.add_argument("--max-num-seqs", type=count, default=64, help="sequences in one step")
     parser.add_argument(
@@ -67,6 +58,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=count,
         help="CPU threads (torch's own choice); in exact mode KV on disk is for one number of them",
+    )
+
+
+def add_tier_flags(parser: argparse.ArgumentParser, host_help: str) -> None:
+    parser.add_argument("--host-bytes", type=size_or_none, help=host_help)
+    parser.add_argument(
+        "--disk",
+        type=disk,
+        default="10GiB",
+        metavar="SIZE[:DIR]",
+        help="disk for KV, which a restart finds again, in a folder that several servers may share "
+        "(10GiB, where `foreword cache path` says); 0 keeps none",
     )
 
 
@@ -129,14 +132,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
             )
     disk_bytes, disk_folder = args.disk
     if disk_bytes and disk_folder:
-        try:
-            disk_folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Failure(
-                f"--disk {disk_folder} is no folder: {error.strerror}", "settings"
-            ) from error
-        if not os.access(disk_folder, os.R_OK | os.W_OK | os.X_OK):
-            raise Failure(f"--disk {disk_folder} cannot be written", "settings")
+        check_folder(disk_folder)
     return EngineSettings(
         model=args.model,
         served_name=args.name,
@@ -154,6 +150,16 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         num_threads=args.threads,
         quantise=args.quantise,
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder for KV where there is none. Raises Failure."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"--disk {folder} is no folder: {error.strerror}", "settings") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise Failure(f"--disk {folder} cannot be written", "settings")
 
 
 def api_keys(path: Path | None) -> list[str]:

@@ -20,7 +20,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class ForewordCPUSpec(TieringOffloadingSpec):
-    """vLLM's TieringOffloadingSpec, which it is unchanged on any accelerator."""
+    """vLLM's TieringOffloadingSpec, and on any accelerator nothing else."""
+
+    _worker: Any
 
     def get_manager(self) -> Any:
         """The scheduler's side. vLLM makes it when every worker has its side, so nobody needs the
