@@ -40,10 +40,7 @@ bench: $(READY) # the measurements of the README's table; ARGS=--json for all fi
 docs: $(READY) # rewrite the generated pages
 	$(BIN)/python tools/reference.py
 
-gpu-test-engines: $(READY) # the plug-ins inside the real engines, which it installs once: 2 GB
-	$(BIN)/python tools/engines.py $(ARGS)
-
-check: $(READY) # what a CUDA machine's tiers give, under five minutes, as JSON
+gpu-check: $(READY) # what a CUDA machine's tiers give, under five minutes, as JSON
 	$(BIN)/python tools/gpu_check.py $(ARGS)
 
 mutants: $(READY) # break the core one line at a time: do the tests notice?
