@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY_S = 240.0  # 15 s on a quiet machine, most of them imports
+READY_S = 300.0  # 15 s on a quiet machine, most of them imports
 STOP_S = 30.0
 LOG_SHOWN = 6000  # characters of its end, in the message of a failure
 
@@ -72,15 +72,12 @@ class VllmServer:
         return sum(float(value) for shown, value in lines if all(w in shown for w in wanted))
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal to the whole process group, and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-        try:
-            self.process.wait(STOP_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what is left of the group
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(STOP_S)
+        """Send a signal to the whole process group and wait for its end, which comes in any case."""
+        for signal_number in (number, signal.SIGKILL):  # the second for what is left of the group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal_number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
 
     def regions(self) -> list[Path]:
         """What it ever had in shared memory for its tiers, by its log, and still has a name."""
