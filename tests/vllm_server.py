@@ -72,12 +72,26 @@ class VllmServer:
         return sum(float(value) for shown, value in lines if all(w in shown for w in wanted))
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal to the whole process group and wait for its end, which comes in any case."""
+        """Signal the whole process group and wait for its end, which comes in any case."""
+        queues = self._queues()
         for signal_number in (number, signal.SIGKILL):  # the second for what is left of the group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
+        for queue in queues:
+            queue.unlink(missing_ok=True)
+
+    def _queues(self) -> set[Path]:
+        """Shared memory of the queues between its processes, which Python leaves behind when all of
+        them are killed."""
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(process.name)) == self.process.pid:
+                    maps = (process / "maps").read_text()
+                    found |= {Path(name) for name in re.findall(r"/dev/shm/psm_\w+$", maps, re.M)}
+        return found
 
     def regions(self) -> list[Path]:
         """What it ever had in shared memory for its tiers, by its log, and still has a name."""
