@@ -90,7 +90,9 @@ class VllmServer:
             with contextlib.suppress(OSError):
                 if os.getpgid(int(process.name)) == self.process.pid:
                     maps = (process / "maps").read_text()
-                    found |= {Path(name) for name in re.findall(r"/dev/shm/psm_\w+$", maps, re.M)}
+                    found |= set(
+                        map(Path, re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+$", maps, re.M))
+                    )
         return found
 
     def regions(self) -> list[Path]:

@@ -113,8 +113,8 @@ def _name_vllm(folder: Path) -> None:
 
 
 def run_tests(folder: Path, words: list[str]) -> int:
-    """pytest's exit code. Tests that take too long are interrupted as by Ctrl-C, so that they end
-    what they started."""
+    """pytest's exit code. Tests that take too long or are to end are interrupted as by Ctrl-C, and
+    nothing else reaches them, so that they end the servers that they started."""
     paths = [] if any(word.startswith("tests/") for word in words) else [str(TESTS)]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     smollm2, _ = find_model("smollm2")  # converted by our own engine, which vLLM loads as it is
@@ -122,9 +122,11 @@ def run_tests(folder: Path, words: list[str]) -> int:
         [folder / "bin" / "python", "-m", "pytest", *WARNINGS, *paths, *words],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
+        process_group=0,
         env={**os.environ, "PYTHONPATH": path, "ENGINES_SMOLLM2": str(smollm2)},
     )
-    signal.signal(signal.SIGTERM, lambda _number, _frame: tests.send_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: tests.send_signal(signal.SIGINT))
     try:
         return tests.wait(TESTS_S)
     except subprocess.TimeoutExpired:
