@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from foreword.engine.files import cache_folder
 from foreword.engine.source import find_model
+from foreword.store.files import cache_folder
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests" / "engines"

@@ -50,11 +50,14 @@ def test_vllm_gets_its_flags_through_a_shell_without_quotes(
     )
     extra = config["kv_connector_extra_config"]
     assert extra["cpu_bytes_to_use"] == 1 << 30
+    assert extra["eviction_policy"] == "ForewordPolicy"
+    assert extra["offload_prompt_only"] is False
     (tier,) = extra["secondary_tiers"]
     assert tier == {
         "type": "ForewordTier",
         "module_path": "foreword.plugins.vllm",
-        "disk": f"{2 << 30}:{folder}",
+        "disk_bytes": 2 << 30,
+        "disk_folder": str(folder),
     }
     assert folder.is_dir()
     rest = words[words.index("--kv-transfer-config") + 2 :]

@@ -63,7 +63,9 @@ def vllm_flags(
 ) -> list[str]:
     """What each is for: docs/guide/engines.md."""
     tier: dict[str, Any] = {"type": "ForewordTier", "module_path": "foreword.plugins.vllm"}
-    tier["disk"] = f"{disk_bytes}:{folder}" if folder else str(disk_bytes)
+    tier["disk_bytes"] = disk_bytes
+    if folder:
+        tier["disk_folder"] = str(folder)
     if lora:
         tier["lora_folders"] = list(lora)
     config = {
@@ -74,6 +76,9 @@ def vllm_flags(
             "spec_name": "ForewordCPUSpec",
             "spec_module_path": "foreword.plugins.vllm",
             "cpu_bytes_to_use": host_bytes,
+            "eviction_policy": "ForewordPolicy",
+            "cache_policy_module_path": "foreword.plugins.vllm",
+            "offload_prompt_only": False,
             "secondary_tiers": [tier] if disk_bytes else [],
         },
     }

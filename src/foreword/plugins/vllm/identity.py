@@ -113,7 +113,7 @@ def _adapters(engine: Any, folders: list[str]) -> str:
     if engine.lora_config is None:
         return ""
     if folders and not os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-        return sha256("".join(digest_of_weights(Path(at)) for at in folders).encode()).hexdigest()
+        return sha256("".join(_digest(at, None) for at in folders).encode()).hexdigest()
     log.warning(
         "blocks are kept for this process only: list the folders of all LoRA adapters as "
         "lora_folders, and load none at run time, to have them found again"
