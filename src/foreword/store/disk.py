@@ -132,9 +132,11 @@ class DiskStore:
             self._pause()
 
     def tend(self) -> None:
-        """Come nearer to the share, if it has become smaller; note what was used."""
+        """Come nearer to the share, if it has become smaller; note what was used; see what others
+        have written, so that who asks next need not wait for it."""
         try:
             self._settle()
+            self._refresh()
         except OSError:
             self._pause()
 
