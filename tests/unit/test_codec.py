@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from foreword.core.block import BlockHash, token_key
 from foreword.store.codec import (
     HEADER_BYTES,
+    UNPLACED,
     BadRecord,
     RecordKey,
     check,
@@ -128,6 +129,17 @@ def test_a_whole_record_of_another_block_is_refused(field: str) -> None:
     value = getattr(KEY, field)
     other = replace(KEY, **{field: value + 1 if field == "position" else value[::-1]})
     assert "another" in refused(GOLDEN, other) or "others" in refused(GOLDEN, other)
+
+
+def test_a_reader_that_does_not_know_the_parent_compares_all_else() -> None:
+    unplaced = replace(KEY, parent=KEY.root, position=UNPLACED)
+    check(memoryview(GOLDEN), unplaced)
+    assert refused(GOLDEN, replace(unplaced, root=KEY.parent)) == "its root is another one"
+    assert "block hash" in refused(GOLDEN, replace(unplaced, block_hash=KEY.parent))
+    for field in ("position", "parent"):
+        record = bytearray(GOLDEN)
+        record[FIELDS[field].start] ^= 1
+        assert refused(record, unplaced) == "its checksum does not agree"
 
 
 @pytest.mark.parametrize(

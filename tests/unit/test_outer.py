@@ -10,6 +10,7 @@ import pytest
 from foreword.core.identity import Identity
 from foreword.plugins import outer, place
 from foreword.plugins.outer import Block, Budgets, OuterCache
+from foreword.store.codec import UNPLACED
 from foreword.store.disk import DiskStore
 from foreword.store.faults import Fault, FaultyStore
 
@@ -102,6 +103,28 @@ def test_what_was_stored_outlives_the_process(opened):
     again = opened()
     assert again.num_ready(blocks) == 30
     assert loaded(again, blocks) == [None] * 30
+
+
+def test_a_block_is_found_by_its_key_alone(opened):
+    """Where an engine does not say what comes before."""
+    cache = opened()
+    blocks = blocks_of("a", 5)
+    kept(cache, blocks)
+    assert loaded(cache, [Block(b.engine_key, None, UNPLACED) for b in blocks]) == [None] * 5
+    assert loaded(cache, [Block(blocks[1].engine_key, None, 0)]) == ["damaged"]
+
+
+@pytest.mark.parametrize(("disk", "host"), [(4 * MIB, 0), (0, 4 * MIB)])
+def test_what_is_cleared_is_gone_and_can_be_stored_again(opened, disk, host):
+    cache = opened(disk=disk, host=host)
+    blocks = blocks_of("a", 5)
+    cache.store(blocks, [content(block) for block in blocks])  # waits to be written
+    cache.clear()
+    assert cache.flush(10)
+    assert cache.num_ready(blocks) == found(cache, blocks) == 0
+    assert loaded(cache, blocks) == ["missing"] * 5
+    kept(cache, blocks)
+    assert loaded(cache, blocks) == [None] * 5
 
 
 def test_two_processes_share_one_folder(opened):

@@ -48,7 +48,7 @@ class Block:
 
     engine_key: bytes
     parent: bytes | None  # engine key of the block before it; None: it is the first
-    position: int  # blocks before it
+    position: int  # blocks before it; UNPLACED: not known, nor is the parent: only to load it
 
 
 class OuterCache:
@@ -179,6 +179,12 @@ class OuterCache:
         something else from now on."""
         if self._root is not None:
             self._root = BlockHash(sha256(self._root + token_bytes(16)).digest())
+
+    def clear(self) -> None:
+        """Forget all that this process keeps, and what waits to be; others' records stay. Not
+        waited for."""
+        for place in self._places:
+            place.writer.put(place.clear)
 
     def flush(self, timeout_s: float) -> bool:
         """Whether all that was to be stored before is written or dropped within that time."""

@@ -141,6 +141,12 @@ class Place:
             self.stats.num_dropped_blocks += len(keys) - num_staged
         return num_staged
 
+    def clear(self) -> None:
+        """On the writing thread. Give up all of its own."""
+        with self._lock:
+            dropped = self.tier.clear()
+        self._delete(dropped)
+
     def close(self) -> None:
         """On the writing thread, its last call."""
         try:

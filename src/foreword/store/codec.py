@@ -28,6 +28,7 @@ from foreword.core.block import TOKEN_BYTES, BlockHash
 MAGIC = b"FOREWORD"
 VERSION = 1
 HEADER_BYTES = 192
+UNPLACED = -1  # position of a key whose reader does not know it, nor the parent
 _HEADER = struct.Struct("<8sHHIQ32s32s32s8x")
 _CHECKSUM = slice(_HEADER.size, _HEADER.size + 16)
 _PADDING = bytes(HEADER_BYTES - _CHECKSUM.stop)
@@ -44,7 +45,7 @@ class RecordKey:
     root: BlockHash
     parent: BlockHash  # the root for a first block
     block_hash: BlockHash
-    position: int  # blocks before it
+    position: int  # blocks before it; or UNPLACED
     token_key: bytes  # token ids, 4 bytes big-endian each
 
 
@@ -82,7 +83,7 @@ def check(record: memoryview, key: RecordKey) -> None:
     if length != len(record) - HEADER_BYTES:
         raise BadRecord(f"{length} bytes were stored, {len(record) - HEADER_BYTES} are here")
     names = ("root", "parent", "block hash", "position")
-    expected = (key.root, key.parent, key.block_hash, key.position)
+    expected = _expected(key, chain[1], position)
     for name, found, wanted in zip(names, (*chain, position), expected, strict=True):
         if found != wanted:
             raise BadRecord(f"its {name} is another one")
@@ -91,6 +92,14 @@ def check(record: memoryview, key: RecordKey) -> None:
         raise BadRecord("its checksum does not agree")
     if record[HEADER_BYTES : HEADER_BYTES + len(key.token_key)] != key.token_key:
         raise BadRecord("its tokens are others")
+
+
+def _expected(key: RecordKey, parent: bytes, position: int) -> tuple[bytes, bytes, bytes, int]:
+    """Root, parent, block hash and position, in the latter two's place what was stored where the
+    reader knows no better: the checksum vouches for that."""
+    if key.position != UNPLACED:
+        parent, position = key.parent, key.position
+    return key.root, parent, key.block_hash, position
 
 
 def _header(key: RecordKey, length: int) -> bytes:
