@@ -37,7 +37,8 @@ MAY_IMPORT = {
 }
 # Words that say nothing about the thing they name.
 VAGUE = {"manager", "helper", "util", "utils", "controller", "handler", "base", "data", "info"}
-FORCED = {"get_manager"}  # vLLM asks an offloading specification for it.
+# What engines ask plug-ins for by name: vLLM an offloading specification, SGLang a storage.
+FORCED = {"get_manager", "extra_info"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

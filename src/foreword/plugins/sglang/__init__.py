@@ -1,0 +1,3 @@
+"""What SGLang finds by name in `foreword.plugins.sglang`."""
+
+from foreword.plugins.sglang.storage import ForewordStorage as ForewordStorage
