@@ -278,6 +278,31 @@ def test_until_the_identity_is_known_all_is_a_miss(tmp_path):
     cache.close(5)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_kept_before_a_renewal_is_not_found_after_it(opened, tmp_path, early):
+    blocks = blocks_of("a", 3)
+    kept(opened(disk=8 * MIB), blocks)
+    known = threading.Event()
+
+    def identify():
+        assert known.wait(10)
+        return IDENTITY
+
+    cache = OuterCache(identify, SIZE, Budgets(0, 8 * MIB, tmp_path / "kv"))
+    if early:
+        cache.renew()
+    known.set()
+    assert cache.wait_open(10)
+    if not early:
+        assert found(cache, blocks) == 3
+        cache.renew()
+    assert found(cache, blocks) == 0
+    kept(cache, blocks)
+    assert loaded(cache, blocks) == [None] * 3
+    cache.close(5)
+    assert found(opened(disk=8 * MIB), blocks) == 3, "others' are as they were"
+
+
 def test_an_engine_goes_on_where_nothing_can_be_kept(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     cache = OuterCache(lambda: IDENTITY, SIZE, Budgets(0, MIB, tmp_path / "file"))

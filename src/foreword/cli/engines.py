@@ -103,6 +103,7 @@ def sglang_flags(host_bytes: int | None, disk_bytes: int, folder: Path | None) -
     # SGLang counts in whole GB.
     size = ["--hicache-size", str(-(-host_bytes // 10**9))] if host_bytes else []
     return [
+        *("--page-size", "64"),  # SGLang's own choice, one token, makes tiny records
         "--enable-hierarchical-cache",
         *size,
         *("--hicache-storage-backend", "dynamic"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from secrets import token_bytes
+from secrets import token_hex
 
 from foreword.core.block import BlockHash
 from foreword.core.identity import Identity
@@ -62,6 +62,8 @@ class OuterCache:
         and nothing is stored; if it raises, for good. Blocks are `payload_bytes` long."""
         self._payload_bytes = payload_bytes
         self._places: tuple[Place, ...] = ()
+        self._identity: Identity | None = None
+        self._renewal = ""
         self._root: BlockHash | None = None
         self._opened = threading.Event()
         self._copier = Workers("foreword-copy", 1)
@@ -177,8 +179,8 @@ class OuterCache:
     def renew(self) -> None:
         """What was kept before is found no more by this process: the engine's keys may mean
         something else from now on."""
-        if self._root is not None:
-            self._root = BlockHash(sha256(self._root + token_bytes(16)).digest())
+        self._renewal = token_hex(16)
+        self._take_root()
 
     def clear(self) -> None:
         """Forget all that this process keeps, and what waits to be; others' records stay. Not
@@ -212,15 +214,20 @@ class OuterCache:
 
     def _open(self, identify: Callable[[], Identity], budgets: Budgets) -> None:
         try:
-            identity = identify()
-            self._root = identity.root_hash()
+            self._identity = identify()
+            self._take_root()
             stores = self._stores(budgets)
             self._places = tuple(Place(store, self._payload_bytes) for store in stores)
             if budgets.disk_bytes:
-                leave_identity(budgets.disk_folder, identity)
+                leave_identity(budgets.disk_folder, self._identity)
         except Exception as error:  # noqa: BLE001 - the engine goes on without us
             log.warning("blocks are not kept: %s", error)
         self._opened.set()
+
+    def _take_root(self) -> None:
+        """By any thread: what it reads was written before."""
+        if self._identity is not None:
+            self._root = self._identity.root_hash(self._renewal)
 
     def _stores(self, budgets: Budgets) -> list[KVStore]:
         size = record_bytes(0, self._payload_bytes)
