@@ -1,6 +1,6 @@
 # The only verbs that people and CI use. Each makes .venv and installs what it needs by itself.
 # Pass options through: make serve ARGS="--port 9000", make test ARGS="tests/unit -x".
-.PHONY: serve test test-engines check bench docs mutants gpu-check
+.PHONY: serve test test-engines bench-engines check bench docs mutants gpu-check
 .DEFAULT_GOAL := test
 
 # Without bytecode every start would compile its imports again, which takes ten seconds.
@@ -20,6 +20,9 @@ test: $(READY) # the whole suite
 
 test-engines: $(READY) # the plug-ins inside the real engines, which it installs once: 2 GB
 	$(BIN)/python tools/engines.py $(ARGS)
+
+bench-engines: $(READY) # what vLLM gains by our store; ARGS="tools/vllm_policy.py TRACE" for another tool
+	$(BIN)/python tools/engines.py $(or $(ARGS),tools/vllm_ttft.py)
 
 check: $(READY) # everything that needs no run: style, types, import directions, generated docs
 	$(BIN)/ruff check .

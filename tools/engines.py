@@ -1,4 +1,5 @@
-"""Run tests/engines where the engines themselves are installed: `make test-engines`.
+"""Run tests/engines where the engines themselves are installed: `make test-engines`; or a tool of
+this folder: `make bench-engines`.
 
 That environment takes 2.5 GB and minutes to install, so it lies in the cache folder, named by what
 is installed in it, for every checkout on this machine. Where an index does not have the engines,
@@ -112,14 +113,19 @@ def _name_vllm(folder: Path) -> None:
     (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
-def run_tests(folder: Path, words: list[str]) -> int:
-    """pytest's exit code. Tests that take too long or are to end are interrupted as by Ctrl-C, and
-    nothing else reaches them, so that they end the servers that they started."""
+def run(folder: Path, words: list[str]) -> int:
+    """The exit code of pytest, or of a tool where `words` begin with one. What takes too long or is
+    to end is interrupted as by Ctrl-C, and nothing else reaches it, so that it ends the servers
+    that it started."""
     paths = [] if any(word.startswith("tests/") for word in words) else [str(TESTS)]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = ["-m", "pytest", *WARNINGS, *paths, *words]
+    if words and words[0].startswith("tools/"):
+        command = words
+    own = [str(ROOT / room) for room in ("src", "tests")]
+    path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
     smollm2, _ = find_model("smollm2")  # converted by our own engine, which vLLM loads as it is
     tests = subprocess.Popen(
-        [folder / "bin" / "python", "-m", "pytest", *WARNINGS, *paths, *words],
+        [folder / "bin" / "python", *command],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         process_group=0,
@@ -148,7 +154,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"engines: {error}", file=sys.stderr)
         return 1
-    return run_tests(folder, sys.argv[1:])
+    return run(folder, sys.argv[1:])
 
 
 if __name__ == "__main__":
