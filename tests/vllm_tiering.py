@@ -154,8 +154,12 @@ class Engine:
 
 def counted(engine):
     """Blocks by event, as vLLM's /metrics gets them."""
-    counts = engine.tier.get_stats().data["data"]["foreword:outer_blocks"]
-    return {event: count for (_, event), count in counts.items()}
+    counts = engine.tier.get_stats().data["data"]
+    return {
+        name.rpartition("_")[2]: sum(values.values())
+        for name, values in counts.items()
+        if "_blocks_" in name
+    }
 
 
 def evict(engine):

@@ -63,7 +63,7 @@ def measure(num_prompts: int, num_words: int, dtype: str) -> dict[str, Any]:
                 disk.append(first_token(again, prompt))
             same = texts == [text(again, prompt) for prompt in prompts]
             from_disk = again.metric(SOURCES, source="disk")
-            loaded = again.metric("foreword:outer_blocks_total", event="loaded")
+            loaded = again.metric("foreword_kv_cache_offload_blocks_loaded_total")
     seconds = {
         name: median(took for took, _ in rows)
         for name, rows in (("cold_s", cold), ("device_s", device), ("disk_s", disk))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm_server import TINY_FLAGS, VllmServer, cached_tokens
 
 SOURCES = "vllm:prompt_tokens_cached_by_source_total"
-BLOCKS = "foreword:outer_blocks_total"
+BLOCKS = "foreword_kv_cache_offload_blocks_{}_total"
 PROMPTS = [[(11 * prompt + 7 * i * i + i) % 500 + 3 for i in range(400)] for prompt in range(4)]
 
 StartVllm = Callable[..., VllmServer]
@@ -30,7 +30,7 @@ def through_foreword(folder: Path, host_bytes: int) -> dict[str, Any]:
 def wait_written(server: VllmServer, num_blocks: int) -> None:
     """vLLM takes our counters with each step of its engine."""
     for _ in range(100):
-        if server.metric(BLOCKS, event="stored") >= num_blocks:
+        if server.metric(BLOCKS.format("stored")) >= num_blocks:
             return
         server.complete([5, 6, 7], max_tokens=1)
     raise AssertionError(server.ask("/metrics"))
@@ -51,7 +51,7 @@ def test_what_is_evicted_or_restarted_comes_back_exactly(
     promoted = server.complete(prompts[0])
     assert cached_tokens(promoted) == 768
     from_disk = server.metric(SOURCES, source="disk")
-    assert from_disk == 32 * server.metric(BLOCKS, event="loaded") == 768
+    assert from_disk == 32 * server.metric(BLOCKS.format("loaded")) == 768
     assert promoted["choices"] == cold[0]["choices"]
     assert warm["choices"] == cold[3]["choices"]
     server.stop(signal.SIGKILL)
@@ -61,8 +61,8 @@ def test_what_is_evicted_or_restarted_comes_back_exactly(
         assert cached_tokens(restored) == 768
         assert restored["choices"] == answer["choices"]
     assert again.metric(SOURCES, source="disk") == 4 * 768
-    assert again.metric(BLOCKS, event="loaded") == 4 * 24
-    assert again.metric(BLOCKS, event="lost damaged") == 0
+    assert again.metric(BLOCKS.format("loaded")) == 4 * 24
+    assert again.metric(BLOCKS.format("lost")) == 0
 
 
 def test_two_servers_share_one_store(

@@ -75,11 +75,7 @@ def test_two_engines_share_one_folder(start):
     assert second.tier._cache.probe([]).result(5) == []
     assert second.restore(keys)[0] == 20
     second.store(keys + keys_of("b", 4))
-    counts = {
-        event: n
-        for (_, event), n in second.tier.get_stats().data["data"]["foreword:outer_blocks"].items()
-    }
-    assert counts == {"loaded": 20, "stored": 4}
+    assert counted(second) == {"loaded": 20, "stored": 4}
 
 
 def test_groups_are_chains_of_their_own(start):

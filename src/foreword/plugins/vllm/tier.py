@@ -34,8 +34,9 @@ from foreword.store.patience import PROBE_S
 
 log = logging.getLogger("foreword.plugins")
 
-BLOCKS = "foreword:outer_blocks"
-BYTES = "foreword:outer_bytes"
+# As in docs/reference/metrics.md; vLLM's are blocks of its own, chunks.
+BLOCKS = "foreword_kv_cache_offload_blocks_"
+BYTES = "foreword_kv_cache_disk_usage_bytes"
 FLUSH_S = 10.0  # for what waits to be written when the engine ends
 HEAL_S = 60.0  # after a block was dropped or lost, requests offer all of theirs again
 KEEP_HINT = "foreword_keep_tokens"  # in kv_transfer_params: keep no more of this prompt than that
@@ -89,7 +90,7 @@ class ForewordTier(SecondaryTierManager):
         self._cache = OuterCache(who, self.block_size_bytes, budgets)
         self._promotions: dict[int, _Promotion] = {}
         self._stores: dict[int, Future[list[bool]]] = {}
-        self._told: dict[tuple[str, str], int] = {}
+        self._told: dict[tuple[str, ...], int] = {}
         self._heal_until_s = 0.0
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -186,33 +187,43 @@ class ForewordTier(SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
+        texts = {
+            "stored": "Blocks written to a tier.",
+            "loaded": "Blocks that came back from a tier, verified.",
+            "dropped": "Blocks not written: too many waited, or no parent was kept.",
+        }
         return {
-            BLOCKS: OffloadingCounterMetadata(
-                documentation="Blocks (vLLM's chunks) by place and by what happened: stored, "
-                "loaded, dropped before they were stored, or lost as they were loaded.",
-                labelnames=("place", "event"),
+            **{
+                BLOCKS + event: OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
+                for event, text in texts.items()
+            },
+            BLOCKS + "lost": OffloadingCounterMetadata(
+                documentation="Blocks that did not come back and were computed.",
+                labelnames=("tier", "reason"),
             ),
             BYTES: OffloadingGaugeMetadata(
-                documentation="Bytes that this engine takes of a place.", labelnames=("place",)
+                documentation="What this engine's part of the disk takes."
             ),
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
         stats = OffloadingConnectorStats()
-        for place in self._cache.stats:
+        for tier in self._cache.stats:
             counts = {
-                "stored": place.num_stored_blocks,
-                "loaded": place.num_loaded_blocks,
-                "dropped": place.num_dropped_blocks,
-                **{f"lost {reason}": num for reason, num in place.lost.copy().items()},
+                ("stored", tier.name): tier.num_stored_blocks,
+                ("loaded", tier.name): tier.num_loaded_blocks,
+                ("dropped", tier.name): tier.num_dropped_blocks,
+                **{("lost", tier.name, reason): num for reason, num in tier.lost.copy().items()},
             }
-            for event, count in counts.items():
-                told = self._told.get((place.name, event), 0)
-                if count > told:
-                    stats.increase_counter(BLOCKS, count - told, (place.name, event))
-                    self._told[place.name, event] = count
-            stats.set_gauge(BYTES, place.num_bytes, (place.name,))
+            for labels, count in counts.items():
+                if count > self._told.get(labels, 0):
+                    event, *values = labels
+                    more = count - self._told.get(labels, 0)
+                    stats.increase_counter(BLOCKS + event, more, tuple(values))
+                    self._told[labels] = count
+            if tier.name == "disk":
+                stats.set_gauge(BYTES, tier.num_bytes)
         return stats
 
     def _answered(self, prompt: _Prompt, key: bytes, req_context: Any) -> bool:
