@@ -210,7 +210,7 @@ class ForewordTier(SecondaryTierManager):
         """What was counted since the last call."""
         stats = OffloadingConnectorStats()
         for tier in self._cache.stats:
-            counts = {
+            counts: dict[tuple[str, ...], int] = {
                 ("stored", tier.name): tier.num_stored_blocks,
                 ("loaded", tier.name): tier.num_loaded_blocks,
                 ("dropped", tier.name): tier.num_dropped_blocks,
