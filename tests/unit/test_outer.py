@@ -259,6 +259,41 @@ def test_when_too_much_waits_the_rest_is_dropped(opened, monkeypatch):
     assert loaded(cache, blocks) == [None] * 4 + ["missing"] * 6
 
 
+def test_what_host_memory_overwrites_while_it_is_read_is_a_miss(opened, monkeypatch):
+    """A record that is lent counts only if it was kept until it was copied."""
+    cache = opened(disk=0, host=4 * MIB)
+    blocks = blocks_of("a", 4)
+    kept(cache, blocks)
+    store = cache._places[0].store
+    lend = type(store).lend
+
+    def overwritten(hashes):
+        return [replace(loan, kept=lambda: False) for loan in lend(store, hashes)]
+
+    monkeypatch.setattr(store, "lend", overwritten)
+    assert loaded(cache, blocks) == ["missing"] * 4
+
+
+def test_a_source_of_another_length_is_not_kept(opened, monkeypatch):
+    monkeypatch.setattr(place, "STAGING_BYTES", 1)
+    monkeypatch.setattr(place, "CELL_BYTES", 1)
+    cache = opened()
+    blocks = blocks_of("a", 1)
+    for _ in range(10):
+        assert cache.store(blocks, [memoryview(bytes(SIZE + 1))]) == [False]
+    kept(cache, blocks)
+    assert loaded(cache, blocks) == [None]
+
+
+def test_after_its_end_all_is_a_miss(opened):
+    cache = opened()
+    blocks = blocks_of("a", 2)
+    kept(cache, blocks)
+    cache.close(5)
+    assert cache.store(blocks, targets(2)) == [False] * 2
+    assert loaded(cache, blocks) == ["missing"] * 2
+
+
 def test_until_the_identity_is_known_all_is_a_miss(tmp_path):
     known = threading.Event()
 

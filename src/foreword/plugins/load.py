@@ -33,13 +33,18 @@ class Load:
         self._done = done
         self._finished = threading.Event()
 
-    def take(self, at: int, payload: memoryview) -> None:
-        """Copy a block, if it is wanted still. Who gives up waits for one such copy at most."""
+    def take(self, at: int, payload: memoryview, kept: Callable[[], bool]) -> bool:
+        """Copy a block, if it is wanted still; it counts if it was `kept` until then, and whether
+        it was is returned. Who gives up waits for one such copy at most."""
         with self._lock:
-            if not self.given_up:
-                # Without the GIL.
-                np.frombuffer(self._targets[at], np.uint8)[:] = np.frombuffer(payload, np.uint8)
-                self.lost[at] = None
+            if self.given_up:
+                return True
+            # Without the GIL.
+            np.frombuffer(self._targets[at], np.uint8)[:] = np.frombuffer(payload, np.uint8)
+            if not kept():
+                return False
+            self.lost[at] = None
+            return True
 
     def lose(self, blocks: Sequence[int], reason: str) -> None:
         """One place does not have them; the first reason counts."""

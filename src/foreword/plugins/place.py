@@ -130,11 +130,15 @@ class Place:
             batch = batch[: len(slots)]
             if not batch:
                 break
-            for slot, key, source in zip(slots, batch, sources[num_staged:], strict=False):
-                record = self._record(slot)
-                payload = np.frombuffer(record, np.uint8)[HEADER_BYTES:]
-                payload[:] = np.frombuffer(source, np.uint8)  # without the GIL
-                seal(record, key)
+            try:
+                for slot, key, source in zip(slots, batch, sources[num_staged:], strict=False):
+                    record = self._record(slot)
+                    payload = np.frombuffer(record, np.uint8)[HEADER_BYTES:]
+                    payload[:] = np.frombuffer(source, np.uint8)  # without the GIL
+                    seal(record, key)
+            except ValueError:  # a source of another length
+                self._free.extend(slots)
+                raise
             self.writer.put(partial(self._write, slots, batch))
             num_staged += len(batch)
         with self._lock:
@@ -156,43 +160,51 @@ class Place:
 
     def _read(self, piece: Piece, then: Callable[[list[int]], None]) -> None:
         begin_s = time.monotonic()
-        load, missing = piece.load, piece.blocks
+        load, lost = piece.load, {}
         try:
             if not load.given_up:
-                missing = self._bring(load, piece.blocks)
+                lost = self._bring(load, piece.blocks)
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
             self._failed(self._reading, f"reading failed: {error}")
-            missing = [at for at in piece.blocks if load.lost[at] is not None]
-            load.lose(missing, "failed")
+            lost = {at: "failed" for at in piece.blocks if load.lost[at] is not None}
+        for at, reason in lost.items():
+            load.lose([at], reason)
         with self._lock:
             if piece not in self._pieces:  # nobody waits for it any more
                 self._num_overdue -= 1
                 return
             del self._pieces[piece]
             self.stats.read_s.add(time.monotonic() - begin_s)
-        then(missing)
+            self.stats.num_loaded_blocks += len(piece.blocks) - len(lost)
+            for reason in lost.values():
+                self.stats.count_lost(reason, 1)
+            if len(lost) < len(piece.blocks):
+                self._reading.succeeded()
+        then(list(lost))
 
-    def _bring(self, load: Load, blocks: list[int]) -> list[int]:
+    def _bring(self, load: Load, blocks: list[int]) -> dict[int, str]:
+        """Why blocks of a load, by their place in it, did not come; the others did."""
         keys = [load.keys[at] for at in blocks]
-        missing = []
+        lost = {}
         damage = ""
         for at, key, loan in zip(blocks, keys, self._fetch(keys), strict=True):
-            reason, told = self._take_in(load, at, key, loan)
-            if reason is None:
-                continue
-            damage = told or damage
-            load.lose([at], reason)
-            missing.append(at)
-            with self._lock:
-                self.stats.count_lost(reason, 1)
-                self.tier.remove(key.block_hash)
-        if damage:
-            log.warning("%s: of %d lost, %s", self.store.name, len(missing), damage)
+            try:
+                if loan is not None:
+                    check(loan.record, key)
+                if loan is None or not load.take(at, loan.record[HEADER_BYTES:], loan.kept):
+                    lost[at] = "missing"
+            except BadRecord as error:
+                lost[at] = "missing"
+                if loan is not None and loan.kept():  # else it was overwritten, not damaged
+                    lost[at] = "damaged"
+                    damage = f"block {key.block_hash.hex()}: {error}"
+                    self._distrust(key.block_hash)
         with self._lock:
-            self.stats.num_loaded_blocks += len(blocks) - len(missing)
-            if len(missing) < len(blocks):
-                self._reading.succeeded()
-        return missing
+            for at in lost:
+                self.tier.remove(load.keys[at].block_hash)
+        if damage:
+            log.warning("%s: of %d lost, %s", self.store.name, len(lost), damage)
+        return lost
 
     def _fetch(self, keys: Sequence[RecordKey]) -> list[Loan | None]:
         hashes = [key.block_hash for key in keys]
@@ -213,22 +225,6 @@ class Place:
                 for at in range(self.cell_blocks)
             ]
         return list(self._buffers.slots)
-
-    def _take_in(
-        self, load: Load, at: int, key: RecordKey, loan: Loan | None
-    ) -> tuple[str | None, str]:
-        """Why a block is not there, None: it is; and what is wrong with a damaged one."""
-        if loan is None:
-            return "missing", ""
-        try:
-            check(loan.record, key)
-        except BadRecord as error:
-            if not loan.kept():  # overwritten, not damaged
-                return "missing", ""
-            self._distrust(key.block_hash)
-            return "damaged", f"block {key.block_hash.hex()}: {error}"
-        load.take(at, loan.record[HEADER_BYTES:])
-        return (None if loan.kept() else "missing"), ""
 
     def _distrust(self, block_hash: BlockHash) -> None:
         with self._lock:
@@ -266,8 +262,7 @@ class Place:
     def _write(self, slots: list[int], keys: Sequence[RecordKey]) -> None:
         """On the writing thread: keep those that it lacks and that have a parent here."""
         begin_s = time.monotonic()
-        claimed: list[int] = []
-        kept: list[bool] = []
+        claimed = list(range(len(keys)))
         try:
             claimed = self._claim(keys)
             records = [self._record(slots[at]) for at in claimed]
@@ -278,13 +273,16 @@ class Place:
         self._free.extend(slots)
         with self._lock:
             for at, ok in zip(claimed, kept, strict=True):
+                block_hash = keys[at].block_hash
                 if ok:
-                    self.tier.stored(keys[at].block_hash)
-                    self._shunned.pop(keys[at].block_hash, None)
-                else:
-                    self.tier.remove(keys[at].block_hash)
+                    self.tier.stored(block_hash)
+                    self._shunned.pop(block_hash, None)
+                elif not self.tier.num_ready([block_hash], 0, 1):
+                    self.tier.remove(block_hash)
             self.stats.write_s.add(time.monotonic() - begin_s)
             self.stats.num_stored_blocks += sum(kept)
+            self.stats.num_dropped_blocks += kept.count(False)
+            self.stats.num_bytes = self.store.num_bytes
             if claimed and all(kept):
                 self._writing.succeeded()
         if not all(kept):
