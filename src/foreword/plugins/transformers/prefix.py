@@ -259,13 +259,15 @@ class PrefixCache:
         known = [self._unpacked(blocks.to(device)) for blocks in found]
         whole = []
         for at, (num_heads, size) in enumerate(self._shapes):
-            # What stands where padding is has no weight.
-            part = torch.zeros(len(found), num_heads, end, size, dtype=self._dtype, device=device)
+            part = known[0][at].new_empty(len(found), num_heads, end, size)
             for row_at, num_tokens in enumerate(num_reused):
+                part[row_at, :, : end - num_tokens] = 0  # padding: nobody looks at it
                 part[row_at, :, end - num_tokens :] = known[row_at][at][:, :num_tokens]
-            whole.append(part.repeat_interleave(prompts.num_samples, 0))
+            whole.append(part)
         for at in range(0, len(whole), 2):
             cache.update(whole[at], whole[at + 1], at // 2)
+        if prompts.num_samples > 1:
+            cache.batch_repeat_interleave(prompts.num_samples)
         return num_reused
 
     def _load(self, outer: OuterCache, token_ids: Sequence[int]) -> Tensor:

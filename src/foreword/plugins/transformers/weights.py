@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # RoPE whose frequencies depend on nothing but the configuration.
@@ -44,6 +44,8 @@ def why_unsafe(model: PreTrainedModel) -> str | None:
         "reads more than text": config.get_text_config(decoder=True) is not config,
         "attends in both directions": getattr(config, "is_causal", True) is False,
         "has a state that is no KV": not _has_plain_cache(model),
+        "has a generate of its own": getattr(type(model), "generate", None)
+        is not GenerationMixin.generate,
     }
     if reason := next((reason for reason, applies in kinds.items() if applies), None):
         return reason
