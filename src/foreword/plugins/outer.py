@@ -67,6 +67,7 @@ class OuterCache:
         self._root: BlockHash | None = None
         self._opened = threading.Event()
         self._closed = False
+        self._gate = threading.Lock()  # nothing is put for the copier after its end
         self._copier = Workers("foreword-copy", 1)
         self._opener = Workers("foreword-open", 1)
         self._opener.put(partial(self._open, identify, budgets))
@@ -162,10 +163,11 @@ class OuterCache:
     ) -> None:
         """Have blocks kept, parents first. `done` is called by another thread when the sources are
         free, with what was taken: the rest is dropped, for too much waits or a place fails."""
-        if self._closed:
-            done([False] * len(blocks))
-        else:
-            self._copier.put(partial(self._copy, blocks, sources, done))
+        with self._gate:
+            if not self._closed:
+                self._copier.put(partial(self._copy, blocks, sources, done))
+                return
+        done([False] * len(blocks))
 
     def store(self, blocks: Sequence[Block], sources: Sequence[memoryview]) -> list[bool]:
         """The same, waited for. They are written after it has returned."""
@@ -207,7 +209,8 @@ class OuterCache:
     def close(self, timeout_s: float) -> None:
         """Write what waits and close the stores, in that time; what hangs is left to the end of
         the process."""
-        self._closed = True
+        with self._gate:
+            self._closed = True
         end_s = time.monotonic() + timeout_s
         for workers in (self._opener, self._copier):
             workers.close(max(0.0, end_s - time.monotonic()))
