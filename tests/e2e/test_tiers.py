@@ -79,6 +79,13 @@ def truth(settings):
     return asyncio.run(work())
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However busy the machine is, nothing is late where a test is not about that."""
+    monkeypatch.setattr("foreword.engine.transfer.LOAD_S", 30.0)
+    monkeypatch.setattr("foreword.engine.transfer.PROBE_S", 30.0)
+
+
 def check_counts(engine, num_prompts):
     stats = engine.stats
     restored = sum(tier.num_hit_tokens for tier in stats.tiers)
