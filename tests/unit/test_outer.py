@@ -1,5 +1,6 @@
 """OuterCache: what another engine hands to it comes back as it was, or is a miss."""
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -209,6 +210,21 @@ def test_a_damaged_record_of_another_process_is_stored_anew(opened, monkeypatch)
     kept(reader, blocks)
     assert reader.stats[0].num_stored_blocks == 4
     assert loaded(reader, blocks) == [None] * 4
+
+
+@pytest.mark.parametrize("whose", ["own", "others"])
+def test_what_a_shorter_file_lost_is_stored_anew(opened, tmp_path, whose):
+    writer = opened(disk=8 * MIB)
+    blocks = blocks_of("a", 8)
+    kept(writer, blocks)
+    (path,) = (tmp_path / "kv").glob("*.slots")
+    os.truncate(path, 0)
+    cache = writer if whose == "own" else opened(disk=8 * MIB)
+    assert loaded(cache, blocks) == ["damaged"] * 8
+    assert cache.flush(10)
+    assert found(cache, blocks) == 0
+    kept(cache, blocks)
+    assert loaded(cache, blocks) == [None] * 8
 
 
 def test_a_place_that_hangs_is_late_and_writes_to_nothing(opened, monkeypatch):

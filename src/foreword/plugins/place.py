@@ -191,11 +191,13 @@ class Place:
             try:
                 if loan is not None:
                     check(loan.record, key)
+                elif self.store.contains([key.block_hash])[0]:
+                    raise BadRecord("it cannot be read")
                 if loan is None or not load.take(at, loan.record[HEADER_BYTES:], loan.kept):
                     lost[at] = "missing"
             except BadRecord as error:
                 lost[at] = "missing"
-                if loan is not None and loan.kept():  # else it was overwritten, not damaged
+                if loan is None or loan.kept():  # else it was overwritten, not damaged
                     lost[at] = "damaged"
                     damage = f"block {key.block_hash.hex()}: {error}"
                     self._distrust(key.block_hash)
