@@ -248,6 +248,24 @@ def test_a_place_that_hangs_is_late_and_writes_to_nothing(opened, monkeypatch):
     assert cache.stats[0].lost == {"late": 8}
 
 
+def test_a_place_that_hangs_is_not_asked_ever_more(opened, monkeypatch):
+    monkeypatch.setattr(place, "LOAD_S", 0.1)
+    stores = faulty(monkeypatch, Fault.HANG)
+    cache = opened()
+    first = cache.probe(blocks_of("a", 4))
+    time.sleep(0.2)
+    later = [cache.probe(blocks_of(f"{at}", 4)) for at in range(50)]
+    assert all(answer.result(0) == [False] * 4 for answer in later)
+    assert not first.done()
+    stores[-1].release()
+    assert first.result(10) == [False] * 4
+    assert set(cache.probe(blocks_of("a", 4)).result(10)) == {False}
+    kept(cache, blocks_of("a", 4))
+    other = opened()
+    stores[-1].release()
+    assert other.probe(blocks_of("a", 4)).result(10) == [True] * 4
+
+
 def test_a_place_that_fails_is_left_alone_for_a_while(opened, monkeypatch):
     monkeypatch.setattr("foreword.store.patience.PAUSE_S", (0.2, 0.2))
     cache = opened()

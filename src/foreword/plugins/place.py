@@ -18,7 +18,7 @@ from foreword.core.tier import Tier
 from foreword.plugins.load import Load, Piece
 from foreword.store.codec import HEADER_BYTES, BadRecord, RecordKey, check, record_bytes, seal
 from foreword.store.pages import arena, whole_pages
-from foreword.store.patience import TEND_S, Breaker
+from foreword.store.patience import LOAD_S, TEND_S, Breaker
 from foreword.store.store import KVStore, Loan
 from foreword.store.workers import Workers
 
@@ -48,6 +48,7 @@ class Place:
         self._lock = threading.Lock()  # of tier and all below; never held while a store is called
         self._pieces: dict[Piece, None] = {}  # given to the readers, and awaited
         self._num_overdue = 0  # no longer awaited, and not come back
+        self._asked: dict[object, float] = {}  # what it has, since when; the oldest first
         # Records of others that were damaged: they cannot be deleted, only kept once more.
         self._shunned: dict[BlockHash, None] = {}
         self._reading, self._writing = Breaker(), Breaker()
@@ -88,7 +89,16 @@ class Place:
             self.tier.touch(hashes, len(hashes))
 
     def ask(self, hashes: Sequence[BlockHash], answer: Callable[[list[bool]], None]) -> None:
-        """Tell which it has, others' included."""
+        """Tell which it has, others' included. While one answer is long overdue no more are
+        awaited, so that not ever more of them wait for a place that hangs: it is none."""
+        asked, now_s = object(), time.monotonic()
+        with self._lock:
+            hangs = now_s - next(iter(self._asked.values()), now_s) > LOAD_S
+            if not hangs:
+                self._asked[asked] = now_s
+        if hangs:
+            answer([False] * len(hashes))
+            return
 
         def ask() -> None:
             there = [False] * len(hashes)
@@ -96,6 +106,8 @@ class Place:
                 there = self._found(hashes)
             except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
                 self._failed(self._reading, f"asking failed: {error}")
+            with self._lock:
+                del self._asked[asked]
             answer(there)
 
         self.readers.put(ask)
