@@ -116,7 +116,8 @@ def fs(root: Path) -> Tier:
 def serving(
     tier: Tier, model: Path, log: Path, command: Sequence[str] = ()
 ) -> Iterator[VllmServer]:
-    """vLLM above that tier, which keeps blocks from then on."""
+    """vLLM above that tier, which keeps blocks from then on. `command`: as for vllm_server, but in
+    mounts of its own, where the folder of the tier is found from now on."""
     tier.folder.mkdir(parents=True, exist_ok=True)
     tier.switches.mkdir(exist_ok=True)
     here = Path(__file__).parent
@@ -124,7 +125,7 @@ def serving(
     # To compile what log probabilities need takes half a minute, and saves none here.
     environment = {"PYTHONPATH": path, "SWITCHES": str(tier.switches), "TORCHDYNAMO_DISABLE": "1"}
     with vllm_server(model, log, tier.flags(), command, **environment) as server:
-        if command:  # it has mounts of its own
+        if command:
             tier.folder = Path(f"/proc/{server.process.pid}/root{tier.folder}")
         before = tier.state()
         for _ in range(100):  # ours first reads the weights to know whose KV it is
