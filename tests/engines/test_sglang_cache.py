@@ -19,7 +19,6 @@ import torch
 
 from foreword.cli.engines import sglang_flags
 from foreword.plugins.outer import Block
-from foreword.store.codec import UNPLACED
 from sglang_parts import (
     NO_KEYS,
     PAGE,
@@ -209,10 +208,7 @@ def test_a_page_leaves_after_those_that_follow_it(
             slots = torch.arange(start * PAGE, stop * PAGE)
             assert all(backend.batch_set_v1(keys[start:stop], slots, before))
             assert cache.flush(10)
-        here = [
-            cache.num_ready([Block(key.encode(), None, UNPLACED)])
-            for key in page_keys(range(12 * PAGE))
-        ]
+        here = [cache.num_ready([Block(key.encode())]) for key in page_keys(range(12 * PAGE))]
         assert here == sorted(here, reverse=True)
     assert sum(here) < 12
     backend._pages["kv"].pool = other

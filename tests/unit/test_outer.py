@@ -11,7 +11,6 @@ import pytest
 from foreword.core.identity import Identity
 from foreword.plugins import outer, place
 from foreword.plugins.outer import Block, Budgets, OuterCache
-from foreword.store.codec import UNPLACED
 from foreword.store.disk import DiskStore
 from foreword.store.faults import Fault, FaultyStore
 
@@ -111,7 +110,7 @@ def test_a_block_is_found_by_its_key_alone(opened):
     cache = opened()
     blocks = blocks_of("a", 5)
     kept(cache, blocks)
-    assert loaded(cache, [Block(b.engine_key, None, UNPLACED) for b in blocks]) == [None] * 5
+    assert loaded(cache, [Block(b.engine_key) for b in blocks]) == [None] * 5
     assert loaded(cache, [Block(blocks[1].engine_key, None, 0)]) == ["damaged"]
 
 
@@ -266,6 +265,20 @@ def test_a_place_that_hangs_is_not_asked_ever_more(opened, monkeypatch):
     assert other.probe(blocks_of("a", 4)).result(10) == [True] * 4
 
 
+def test_what_does_not_come_leaves_no_record_that_nobody_counts(opened, monkeypatch):
+    cache = opened()
+    blocks = blocks_of("a", 4)
+    kept(cache, blocks)
+    store = cache._places[0].store
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "get", lambda hashes, buffers: [0] * len(hashes))
+        assert loaded(cache, blocks) == ["damaged"] * 4
+    assert cache.flush(10)
+    assert not any(store.contains([cache._hash(block.engine_key) for block in blocks]))
+    kept(cache, blocks)
+    assert loaded(cache, blocks) == [None] * 4
+
+
 def test_a_place_that_fails_is_left_alone_for_a_while(opened, monkeypatch):
     monkeypatch.setattr("foreword.store.patience.PAUSE_S", (0.2, 0.2))
     cache = opened()
@@ -308,13 +321,15 @@ def test_what_host_memory_overwrites_while_it_is_read_is_a_miss(opened, monkeypa
     assert loaded(cache, blocks) == ["missing"] * 4
 
 
-def test_a_source_of_another_length_is_not_kept(opened, monkeypatch):
+def test_what_cannot_be_sealed_is_not_kept_and_takes_no_room(opened, monkeypatch):
     monkeypatch.setattr(place, "STAGING_BYTES", 1)
     monkeypatch.setattr(place, "CELL_BYTES", 1)
     cache = opened()
     blocks = blocks_of("a", 1)
     for _ in range(10):
         assert cache.store(blocks, [memoryview(bytes(SIZE + 1))]) == [False]
+    for _ in range(10):
+        assert cache.store([Block(b"nowhere")], targets(1)) == [False]
     kept(cache, blocks)
     assert loaded(cache, blocks) == [None]
 
@@ -370,6 +385,47 @@ def test_what_is_kept_before_a_renewal_is_not_found_after_it(opened, tmp_path, e
     assert loaded(cache, blocks) == [None] * 3
     cache.close(5)
     assert found(opened(disk=8 * MIB), blocks) == 3, "others' are as they were"
+
+
+def test_what_waits_to_be_copied_at_a_renewal_is_not_found_after_it(opened):
+    """It was computed before: it must not have a key from after."""
+    cache = opened()
+    blocks = blocks_of("a", 3)
+    goes_on = threading.Event()
+    cache._copier.put(lambda: goes_on.wait(10))
+    cache.begin_store(blocks, [content(block) for block in blocks])
+    cache.renew()
+    goes_on.set()
+    assert cache.flush(10)
+    assert cache.stats[0].num_stored_blocks == 3
+    assert loaded(cache, blocks) == ["missing"] * 3
+
+
+def test_what_waits_to_be_copied_is_cleared_too(opened):
+    cache = opened()
+    blocks = blocks_of("a", 3)
+    goes_on = threading.Event()
+    cache._copier.put(lambda: goes_on.wait(10))
+    cache.begin_store(blocks, [content(block) for block in blocks])
+    cache.clear()
+    goes_on.set()
+    assert cache.flush(10)
+    assert loaded(cache, blocks) == ["missing"] * 3
+
+
+def test_what_is_closed_before_it_is_open_opens_nothing(tmp_path):
+    known = threading.Event()
+
+    def identify():
+        assert known.wait(10)
+        return IDENTITY
+
+    cache = OuterCache(identify, SIZE, Budgets(0, MIB, tmp_path / "kv"))
+    cache.close(0)
+    known.set()
+    assert cache.wait_open(10)
+    assert not cache.stats
+    assert not (tmp_path / "kv").exists()
 
 
 def test_an_engine_goes_on_where_nothing_can_be_kept(tmp_path, caplog):

@@ -21,7 +21,7 @@ from foreword.core.identity import Identity
 from foreword.core.stats import TierStats
 from foreword.plugins.load import Load
 from foreword.plugins.place import Place
-from foreword.store.codec import RecordKey, record_bytes
+from foreword.store.codec import UNPLACED, RecordKey, record_bytes
 from foreword.store.disk import DiskStore
 from foreword.store.files import kv_folder
 from foreword.store.host import HostStore
@@ -47,8 +47,8 @@ class Block:
     """A full block, as an engine knows it. Equal keys mean equal tokens from the start on."""
 
     engine_key: bytes
-    parent: bytes | None  # engine key of the block before it; None: it is the first
-    position: int  # blocks before it; UNPLACED: not known, nor is the parent: only to load it
+    parent: bytes | None = None  # engine key of the block before it; None: it is the first
+    position: int = UNPLACED  # blocks before it; UNPLACED: not known, nor the parent: only to load
 
 
 class OuterCache:
@@ -165,7 +165,9 @@ class OuterCache:
         free, with what was taken: the rest is dropped, for too much waits or a place fails."""
         with self._gate:
             if not self._closed:
-                self._copier.put(partial(self._copy, blocks, sources, done))
+                # Not when they are copied: a renewal may have come by then.
+                keys = [self._key(block) for block in blocks] if self._places else []
+                self._copier.put(partial(self._copy, keys, sources, done))
                 return
         done([False] * len(blocks))
 
@@ -192,7 +194,7 @@ class OuterCache:
         """Forget all that this process keeps, and what waits to be; others' records stay. Not
         waited for."""
         for place in self._places:
-            place.writer.put(place.clear)
+            self._copier.put(partial(place.writer.put, place.clear))  # after what is being copied
 
     def flush(self, timeout_s: float) -> bool:
         """Whether all that was to be stored before is written or dropped within that time."""
@@ -224,13 +226,16 @@ class OuterCache:
         try:
             self._identity = identify()
             self._take_root()
+            if self._closed:
+                return
             stores = self._stores(budgets)
             self._places = tuple(Place(store, self._payload_bytes) for store in stores)
             if budgets.disk_bytes:
                 leave_identity(budgets.disk_folder, self._identity)
         except Exception as error:  # noqa: BLE001 - the engine goes on without us
             log.warning("blocks are not kept: %s", error)
-        self._opened.set()
+        finally:
+            self._opened.set()
 
     def _take_root(self) -> None:
         """By any thread: what it reads was written before."""
@@ -273,8 +278,7 @@ class OuterCache:
                 at for at in blocks if place.store.shared or place.keeps(load.keys[at].block_hash)
             ]
             if wanted:
-                others = [at for at in blocks if at not in set(wanted)]
-                self._go_on(load, number, others)
+                self._go_on(load, number, sorted(set(blocks).difference(wanted)))
                 place.read(load, wanted, partial(self._went_on, load, number, len(wanted)))
                 return
             load.lose(blocks, "missing")
@@ -288,14 +292,13 @@ class OuterCache:
 
     def _copy(
         self,
-        blocks: Sequence[Block],
+        keys: Sequence[RecordKey],
         sources: Sequence[memoryview],
         done: Callable[[list[bool]], None],
     ) -> None:
         """On the copying thread: each place gets what it lacks."""
-        taken = [False] * len(blocks)
+        taken = [False] * len(sources)
         try:
-            keys = [self._key(block) for block in blocks] if self._places else []
             for place in self._places:
                 lacking = []
                 for at, key in enumerate(keys):

@@ -148,7 +148,7 @@ class Place:
                     payload = np.frombuffer(record, np.uint8)[HEADER_BYTES:]
                     payload[:] = np.frombuffer(source, np.uint8)  # without the GIL
                     seal(record, key)
-            except ValueError:  # a source of another length
+            except Exception:  # such as a source of another length
                 self._free.extend(slots)
                 raise
             self.writer.put(partial(self._write, slots, batch))
@@ -198,6 +198,7 @@ class Place:
         """Why blocks of a load, by their place in it, did not come; the others did."""
         keys = [load.keys[at] for at in blocks]
         lost = {}
+        damaged: list[BlockHash] = []
         damage = ""
         for at, key, loan in zip(blocks, keys, self._fetch(keys), strict=True):
             try:
@@ -212,10 +213,8 @@ class Place:
                 if loan is None or loan.kept():  # else it was overwritten, not damaged
                     lost[at] = "damaged"
                     damage = f"block {key.block_hash.hex()}: {error}"
-                    self._distrust(key.block_hash)
-        with self._lock:
-            for at in lost:
-                self.tier.remove(load.keys[at].block_hash)
+                    damaged.append(key.block_hash)
+        self._forget([load.keys[at].block_hash for at in lost], damaged)
         if damage:
             log.warning("%s: of %d lost, %s", self.store.name, len(lost), damage)
         return lost
@@ -240,12 +239,18 @@ class Place:
             ]
         return list(self._buffers.slots)
 
-    def _distrust(self, block_hash: BlockHash) -> None:
+    def _forget(self, lost: Sequence[BlockHash], damaged: Sequence[BlockHash]) -> None:
+        """What did not come is stored anew. Own records leave the store as well, or those that
+        nobody counts would fill it."""
         with self._lock:
-            self._shunned[block_hash] = None
-            if len(self._shunned) > _MOST_SHUNNED:
+            own = [h for h in lost if self.tier.num_kept([h], 0, 1)]
+            for block_hash in own:
+                self.tier.remove(block_hash)
+            self._shunned.update(dict.fromkeys(damaged))
+            while len(self._shunned) > _MOST_SHUNNED:
                 del self._shunned[next(iter(self._shunned))]
-        self.writer.put(partial(self._delete, [block_hash]))
+        if own:
+            self.writer.put(partial(self._delete, own))
 
     def _found(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which it has, those of others too. Asks the store. Raises OSError."""
@@ -312,6 +317,7 @@ class Place:
         claimed: list[int] = []
         dropped: list[BlockHash] = []
         with self._lock:
+            self.tier.capacity = self.store.capacity  # where there is no rest to tend it
             for at, key in enumerate(keys):
                 own = self.tier.num_kept([key.block_hash], 0, 1)
                 if own or key.block_hash in there:

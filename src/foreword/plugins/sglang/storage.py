@@ -33,7 +33,6 @@ from foreword.plugins.outer import Block, Budgets, OuterCache
 from foreword.plugins.sglang.metrics import Shown
 from foreword.plugins.sglang.model import Served, identify
 from foreword.plugins.sglang.pages import Pages
-from foreword.store.codec import UNPLACED
 from foreword.store.patience import PROBE_S
 
 log = logging.getLogger("foreword.plugins")
@@ -301,7 +300,7 @@ def _weight_version() -> Any:
 def _wanted(keys: Sequence[str]) -> list[Block]:
     """Pages to be looked for or loaded. What comes before them is not known: SGLang 0.5.23 leaves
     out the last node's keys of a prefix that it prefetches below."""
-    return [Block(key.encode(), None, UNPLACED) for key in keys]
+    return [Block(key.encode()) for key in keys]
 
 
 def _following(keys: Sequence[str], prefix: list[str] | None) -> list[Block]:
