@@ -55,6 +55,7 @@ class Served:
     kv_scales: str | None = None
     adapters: tuple[tuple[str, str], ...] = ()  # id and path
     numbers: tuple[tuple[str, str], ...] = ()  # setting and value
+    fetched: str | None = None  # where models of the hub are; None: the hub's own folder
 
     @classmethod
     def by(cls, storage_config: HiCacheStorageConfig) -> "Served":
@@ -71,6 +72,7 @@ class Served:
             model.quantization_param_path,
             tuple(sorted((ref.lora_id, ref.lora_path) for ref in get_lora().lora_paths or ())),
             tuple((name, str(getattr(model, name))) for name in _NUMBERS),
+            model.download_dir,
         )
 
 
@@ -97,7 +99,7 @@ def _identity(served: Served, dtype: str, layout: dict[str, Any], parallel: str)
     stored = dtype.removeprefix("torch.")
     # A pool calls every kind of fp8 uint8; the setting says which it is.
     logical = dict(served.numbers).get("kv_cache_dtype", "auto")
-    config = _config_digest(served.model, served.revision, "config.json")
+    config = _config_digest(_local(served.model, served.revision, served.fetched) / "config.json")
     attention = {"config": config, **dict(served.numbers)}
     if served.kv_scales is not None:
         attention["kv_scales"] = digest_of(Path(served.kv_scales))
@@ -138,36 +140,38 @@ def _parallel(storage_config: HiCacheStorageConfig, pool_name: str, pool: Any) -
 
 def _weights(served: Served) -> str:
     """A draft model's KV lies in a pool of its own or behind the model's own layers."""
-    own = _digest(served.model, served.revision)
+    own = _digest(_local(served.model, served.revision, served.fetched))
     if served.draft is None:
         return own
-    return _together([own, _digest(served.draft, served.draft_revision)])
+    draft = _local(served.draft, served.draft_revision, served.fetched)
+    return _together([own, _digest(draft)])
 
 
 def _together(digests: list[str]) -> str:
     return sha256("".join(digests).encode()).hexdigest() if digests else ""
 
 
-def _digest(name: str, revision: str | None) -> str:
-    path = _local(name, revision)
+def _digest(path: Path) -> str:
     return digest_of(path) if path.is_file() else digest_of_weights(path)
 
 
 def _adapter(name: str) -> str:
     """Its configuration scales what its weights do."""
-    return _digest(name, None) + _config_digest(name, None, "adapter_config.json")
+    path = _local(name, None, None)
+    return _digest(path) + _config_digest(path / "adapter_config.json")
 
 
-def _config_digest(name: str, revision: str | None, file: str) -> str:
-    config = _local(name, revision) / file
+def _config_digest(config: Path) -> str:
     return digest_of(config) if config.is_file() else ""
 
 
-def _local(name: str, revision: str | None) -> Path:
+def _local(name: str, revision: str | None, fetched: str | None) -> Path:
     """Where a model's files are; SGLang has fetched what is of the hub."""
     path = Path(name)
     if path.exists():
         return path
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return Path(
+        snapshot_download(name, revision=revision, cache_dir=fetched, local_files_only=True)
+    )
