@@ -36,12 +36,14 @@ def engine_of(weights, lora=None):
     text = SimpleNamespace(to_dict=lambda: {"hidden_size": 8, "_name_or_path": str(weights)})
     model = SimpleNamespace(
         model=str(weights), revision=None, dtype="bfloat16", quantization=None, hf_overrides={},
-        hf_text_config=text, get_total_num_hidden_layers=lambda: 2,
+        hf_config=text, get_total_num_hidden_layers=lambda: 2,
         get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8,
     )  # fmt: skip
     return SimpleNamespace(
         model_config=model,
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         lora_config=lora,
         kv_transfer_config=None,

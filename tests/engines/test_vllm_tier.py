@@ -126,6 +126,30 @@ def test_adapters_that_nobody_named_are_for_one_process(start, weights):
     assert start(engine=engine_of(weights, lora=object())).restore(keys)[0] == 0
 
 
+def test_an_adapter_is_known_by_its_configuration_too(start, weights, tmp_path):
+    """Which says how much its weights count."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"adapter")
+    keys, folders = keys_of("a", 8), [str(adapter)]
+    for alpha, num_found in ((16, 0), (16, 8), (32, 0)):
+        (adapter / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+        engine = start(engine=engine_of(weights, lora=object()), lora_folders=folders)
+        assert engine.restore(keys)[0] == num_found
+        engine.store(keys)
+        engine.close()
+
+
+def test_a_chunk_is_found_whatever_is_known_of_those_before_it(start):
+    engine = start()
+    keys = keys_of("a", 8)
+    engine.store(keys)
+    evict(engine)
+    assert engine.restore(keys[4:])[0] == 4
+    assert counted(engine)["loaded"] == 4
+    assert "lost" not in counted(engine)
+
+
 def test_after_a_reset_nothing_older_is_used(start):
     """vLLM resets its caches when weights were changed in memory."""
     engine = start()
@@ -244,7 +268,7 @@ def test_a_wrong_setting_is_said_at_the_start(start, settings):
 
 def test_random_weights_are_refused_and_vllm_goes_on(start, weights, caplog):
     engine = engine_of(weights)
-    engine.load_config = SimpleNamespace(load_format="dummy")
+    engine.load_config.load_format = "dummy"
     keys = keys_of("a", 8)
     running = start(engine=engine)
     running.store(keys)

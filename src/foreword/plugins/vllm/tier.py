@@ -79,11 +79,6 @@ class ForewordTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         budgets, lora_folders = _settings(settings)
         config = offloading_spec.config
-        self._chunk_tokens = {
-            group.group_id.to_bytes(4, "big"): group.tokens_per_block
-            * config.cache.blocks_per_chunk
-            for group in config.groups
-        }
         self._rows = memoryview(primary_kv_view).cast("B")
         self._num_chunks = len(primary_kv_view)
         who = partial(identify, engine_config(), config, lora_folders)
@@ -110,8 +105,7 @@ class ForewordTier(SecondaryTierManager):
         prompt = _prompt(req_context)
         if key in prompt.lost:
             return LookupResult.MISS
-        blocks = _blocks([key], req_context)
-        if not self._cache.num_ready(blocks):
+        if not self._cache.num_ready([Block(key)]):
             if key not in prompt.there and not self._answered(prompt, key, req_context):
                 return LookupResult.RETRY
             if not prompt.there[key]:
@@ -123,7 +117,7 @@ class ForewordTier(SecondaryTierManager):
         return LookupResult.HIT
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        blocks = _blocks(job_metadata.keys, job_metadata.req_context)
+        blocks = [Block(key) for key in job_metadata.keys]
         load = self._cache.begin_load(blocks, self._chunks(job_metadata))
         begin_s = time.monotonic()
         self._promotions[job_metadata.job_id] = _Promotion(job_metadata, load, begin_s)
@@ -168,7 +162,7 @@ class ForewordTier(SecondaryTierManager):
         """Its blocks were used: the last that is kept counts, and with it all above."""
         lineage = Lineage.of(req_context)
         for group in lineage.groups:
-            self._cache.touch(_blocks(lineage.keys(group), req_context))
+            self._cache.touch([Block(key) for key in lineage.keys(group)])
 
     def drain_jobs(self) -> None:
         """vLLM forgets its caches, perhaps since the weights were changed: what was kept before is
@@ -232,7 +226,7 @@ class ForewordTier(SecondaryTierManager):
         if prompt.asked is None:
             keys = Lineage.of(req_context).keys(key[-GROUP_BYTES:])
             prompt.asked_for = keys[keys.index(key) :] if key in keys else [key]
-            prompt.asked = self._cache.probe(_blocks(prompt.asked_for, req_context))
+            prompt.asked = self._cache.probe([Block(each) for each in prompt.asked_for])
             prompt.until_s = time.monotonic() + PROBE_S
         if prompt.asked.done():
             there = prompt.asked.result()
