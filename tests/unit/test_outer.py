@@ -345,12 +345,7 @@ def test_after_its_end_all_is_a_miss(opened):
 
 def test_until_the_identity_is_known_all_is_a_miss(tmp_path):
     known = threading.Event()
-
-    def identify():
-        assert known.wait(10)
-        return IDENTITY
-
-    cache = OuterCache(identify, SIZE, Budgets(0, MIB, tmp_path / "kv"))
+    cache = OuterCache(lambda: known.wait(10) and IDENTITY, SIZE, Budgets(0, MIB, tmp_path / "kv"))
     blocks = blocks_of("a", 3)
     assert cache.store(blocks, [content(block) for block in blocks]) == [False] * 3
     assert cache.num_found(blocks) == 0
@@ -367,12 +362,9 @@ def test_what_is_kept_before_a_renewal_is_not_found_after_it(opened, tmp_path, e
     blocks = blocks_of("a", 3)
     kept(opened(disk=8 * MIB), blocks)
     known = threading.Event()
-
-    def identify():
-        assert known.wait(10)
-        return IDENTITY
-
-    cache = OuterCache(identify, SIZE, Budgets(0, 8 * MIB, tmp_path / "kv"))
+    cache = OuterCache(
+        lambda: known.wait(10) and IDENTITY, SIZE, Budgets(0, 8 * MIB, tmp_path / "kv")
+    )
     if early:
         cache.renew()
     known.set()
@@ -387,40 +379,24 @@ def test_what_is_kept_before_a_renewal_is_not_found_after_it(opened, tmp_path, e
     assert found(opened(disk=8 * MIB), blocks) == 3, "others' are as they were"
 
 
-def test_what_waits_to_be_copied_at_a_renewal_is_not_found_after_it(opened):
+@pytest.mark.parametrize("forget", [OuterCache.renew, OuterCache.clear])
+def test_what_waits_to_be_copied_is_forgotten_too(opened, forget):
     """It was computed before: it must not have a key from after."""
     cache = opened()
     blocks = blocks_of("a", 3)
     goes_on = threading.Event()
     cache._copier.put(lambda: goes_on.wait(10))
     cache.begin_store(blocks, [content(block) for block in blocks])
-    cache.renew()
+    forget(cache)
     goes_on.set()
     assert cache.flush(10)
     assert cache.stats[0].num_stored_blocks == 3
     assert loaded(cache, blocks) == ["missing"] * 3
 
 
-def test_what_waits_to_be_copied_is_cleared_too(opened):
-    cache = opened()
-    blocks = blocks_of("a", 3)
-    goes_on = threading.Event()
-    cache._copier.put(lambda: goes_on.wait(10))
-    cache.begin_store(blocks, [content(block) for block in blocks])
-    cache.clear()
-    goes_on.set()
-    assert cache.flush(10)
-    assert loaded(cache, blocks) == ["missing"] * 3
-
-
 def test_what_is_closed_before_it_is_open_opens_nothing(tmp_path):
     known = threading.Event()
-
-    def identify():
-        assert known.wait(10)
-        return IDENTITY
-
-    cache = OuterCache(identify, SIZE, Budgets(0, MIB, tmp_path / "kv"))
+    cache = OuterCache(lambda: known.wait(10) and IDENTITY, SIZE, Budgets(0, MIB, tmp_path / "kv"))
     cache.close(0)
     known.set()
     assert cache.wait_open(10)
