@@ -1,6 +1,7 @@
 """`foreword verify --sharing`: who has stored in a folder, and why two share nothing."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from foreword.cli import main as cli
 from foreword.cli.failure import EXIT_CODES
 from foreword.cli.verify_store import OURS
+from foreword.store import sharers
 from foreword.store.sharers import identities, leave_identity
 
 
@@ -38,3 +40,12 @@ def test_what_cannot_be_written_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     leave_identity(tmp_path / "file", OURS)
     assert identities(tmp_path) == []
+
+
+def test_the_oldest_of_too_many_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharers, "MOST_LEFT", 3)
+    for at in range(5):
+        leave_identity(tmp_path, replace(OURS, lora=str(at)))
+        for path in tmp_path.iterdir():
+            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
+    assert [identity.lora for identity in identities(tmp_path)] == ["4", "3", "2"]
