@@ -174,6 +174,27 @@ def test_other_weights_told_at_run_time_find_nothing(model: Path, tmp_path: Path
     server.stop()
 
 
+def test_pages_of_the_weights_before_are_not_kept_as_those_after(
+    model: Path, tmp_path: Path
+) -> None:
+    """SGLang names the weights first and flushes its caches then."""
+    server = started(model, extra_config(tmp_path / "kv"))
+    others = [token + 1 for token in TOKENS]
+    server.prefill(TOKENS, seed=1)
+    assert server.until(lambda: disk(server.storage).num_stored_blocks == 12)
+    server.name_weights("another version")
+    server.prefill(others, seed=2)
+    server.cache.reset()
+    server.allocator.clear()
+    assert len(server.restore(others)[0]) == 0
+    kv = server.prefill(TOKENS, seed=3)
+    assert server.until(lambda: disk(server.storage).num_stored_blocks == 24)
+    server.cache.reset()
+    server.allocator.clear()
+    assert equal(server.restore(TOKENS), kv)
+    server.stop()
+
+
 def test_sglangs_own_file_backend_keeps_the_truncated_page(model: Path, tmp_path: Path) -> None:
     """What the row of the README's table says of it: never served, and never mended."""
     pool = host_pool()

@@ -10,10 +10,12 @@ threads call it, its scheduler only `get_stats`, `clear` and the calls around th
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -58,6 +60,8 @@ class ForewordStorage(HiCacheStorage):
         self._served = Served.by(storage_config)
         self._pages: dict[str, Pages] = {}
         self._weight_version = _weight_version()
+        # Which weights there were when a thread first stored.
+        self._first_seen: WeakKeyDictionary[threading.Thread, Any] = WeakKeyDictionary()
         self._shown = Shown()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -110,7 +114,7 @@ class ForewordStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        kv = self._of(PoolName.KV)
+        kv = self._to_fill(PoolName.KV)
         pages = [page for page in values or () if page is not None and kv and _fits(page, kv)]
         if kv is None or len(pages) != len(keys):
             return False
@@ -145,7 +149,7 @@ class ForewordStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Out of slots of the KV pool."""
-        kv = self._of(PoolName.KV)
+        kv = self._to_fill(PoolName.KV)
         if kv is None:
             return [False] * len(keys)
         return kv.store(_following(keys, _prefix(extra_info)), host_indices)
@@ -196,7 +200,7 @@ class ForewordStorage(HiCacheStorage):
         moved = {}
         for transfer in transfers:
             keys = transfer.keys or []
-            pages = self._of(transfer.name)
+            pages = self._to_fill(transfer.name)
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             blocks = _following(keys, None if trailing else _prefix(extra_info))
             stored = pages.store(blocks, transfer.host_indices) if pages else []
@@ -259,6 +263,14 @@ class ForewordStorage(HiCacheStorage):
             for pages in self._pages.values():
                 pages.cache.renew()
         return self._pages.get(str(name))
+
+    def _to_fill(self, name: str) -> Pages | None:
+        """The same, to store pages. Not for a thread that has stored before the weights changed:
+        what it is given may be of those, until SGLang flushes its caches, which ends its threads
+        and begins others."""
+        pages = self._of(name)
+        first = self._first_seen.setdefault(threading.current_thread(), self._weight_version)
+        return pages if first == self._weight_version else None
 
     def _there(self, name: str, keys: list[str]) -> list[bool]:
         """Which of a side pool's pages there are."""
