@@ -43,6 +43,7 @@ def engine_of(weights, lora=None):
         model_config=model,
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         lora_config=lora,

@@ -46,6 +46,7 @@ def identify(engine: Any, offloading: Any, lora_folders: list[str]) -> Identity:
         "blocks": offloading.cache.blocks_per_chunk,
         "bytes": offloading.worker_kv_bytes_per_block,
         "attention": _attention(engine.attention_config),
+        "unquantised": sorted(map(str, engine.cache_config.kv_cache_dtype_skip_layers)),
     }
     parallel = offloading.parallel
     shards = {
