@@ -210,6 +210,7 @@ def test_what_cannot_be_reused_is_passed_through(folders, model, cache):
         "no cache": {**one, "use_cache": False},
         "prefill_chunk_size": {**one, "prefill_chunk_size": 16},
         "padding that is not to the left": {"input_ids": ids, "attention_mask": mask, **two},
+        "an attention mask not of 0 and 1": {**one, "attention_mask": 2 * torch.ones(1, 60).long()},
         "no token ids": two,
     }
     cache.generate(**one)

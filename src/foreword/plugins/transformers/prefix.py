@@ -90,7 +90,8 @@ class PrefixCache:
         disk_folder: Path | str | None = None,
     ) -> None:
         """Bytes that KV may take in memory and on disk; 0: none there. Processes may share
-        `disk_folder`; where none is given it is in the user's cache folder."""
+        `disk_folder`; where none is given it is in the user's cache folder. Raises ValueError for
+        what is no number of bytes."""
         self._model = model
         self._process = os.getpid()
         self._lock = threading.Lock()  # of the counts
@@ -103,7 +104,7 @@ class PrefixCache:
             return
         self._signs = signs_of(model)
         identity = self._identity()
-        folder = kv_folder() if disk_folder is None else Path(disk_folder)
+        folder = kv_folder() if disk_folder is None else Path(disk_folder).expanduser()
         budgets = Budgets(host_bytes, disk_bytes, folder)
         self._outer = OuterCache(lambda: identity, self._block_bytes, budgets)
         self._outer.wait_open(CLOSE_S)
@@ -221,9 +222,12 @@ class PrefixCache:
             return reason
         if token_ids is None or token_ids.dim() != 2 or not token_ids.numel():
             return "no token ids"
-        mask = (_mask(token_ids, config) if mask is None else mask).bool()
+        mask = _mask(token_ids, config) if mask is None else mask
         if mask.shape != token_ids.shape:
             return "an attention mask of another length"
+        if ((mask != 0) & (mask != 1)).any():  # positions are sums of it
+            return "an attention mask not of 0 and 1"
+        mask = mask.bool()
         if (mask[:, :-1] & ~mask[:, 1:]).any() or not mask[:, -1].all():
             return "padding that is not to the left"
         paddings = (~mask).sum(1).tolist()
