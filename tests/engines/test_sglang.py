@@ -358,7 +358,7 @@ def test_clear(make: Make) -> None:
 def test_a_budget_that_is_none_is_refused(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make(host_pool(), extra={"disk_byte": 1})
     assert "unknown in the extra config: disk_byte" in caplog.text
-    with pytest.raises(ValueError, match="disk_bytes is a number of bytes"):
+    with pytest.raises(ValueError, match="disk_bytes is to be a number of bytes"):
         make(host_pool(), extra={"disk_bytes": "10GiB"})
 
 

@@ -176,6 +176,18 @@ def test_what_is_closed_before_it_is_open_opens_nothing(tmp_path):
     assert cache.wait_open(10)
     assert not cache.stats
     assert not (tmp_path / "kv").exists()
+def test_the_last_place_has_but_some(opened):
+    cache = opened(disk=0, host=MIB)
+    blocks = blocks_of("a", 3)
+    kept(cache, blocks[:1])
+    assert loaded(cache, blocks) == [None, "missing", "missing"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5e9, "1GiB", True])
+@pytest.mark.parametrize("name", ["host_bytes", "disk_bytes"])
+def test_what_is_no_number_of_bytes_is_refused(name, wrong):
+    with pytest.raises(ValueError, match=f"{name} is to be a number of bytes"):
+        Budgets(**{name: wrong})
 
 
 def test_an_engine_goes_on_where_nothing_can_be_kept(tmp_path, caplog):

