@@ -36,6 +36,7 @@ def engine_of(weights, lora=None):
     text = SimpleNamespace(to_dict=lambda: {"hidden_size": 8, "_name_or_path": str(weights)})
     model = SimpleNamespace(
         model=str(weights), revision=None, dtype="bfloat16", quantization=None, hf_overrides={},
+        max_model_len=64,
         hf_config=text, get_total_num_hidden_layers=lambda: 2,
         get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8,
     )  # fmt: skip

@@ -76,7 +76,8 @@ def test_sglang_gets_its_flags_through_a_shell_without_quotes(
     assert extra["module_path"] == "foreword.plugins.sglang"
     assert (extra["disk_bytes"], extra["disk_folder"]) == (3 * 10**9, str(folder))
     assert words[: words.index("--hicache-storage-backend-extra-config")] == [
-        *("--page-size", "64", "--enable-hierarchical-cache", "--hicache-size", "2"),
+        *("--enable-cache-report", "--page-size", "64"),
+        *("--enable-hierarchical-cache", "--hicache-size", "2"),
         *("--hicache-storage-backend", "dynamic"),
     ]
     assert "--hicache-size" not in printed(["engine-args", "sglang"], capsys)

@@ -176,6 +176,8 @@ def test_what_is_closed_before_it_is_open_opens_nothing(tmp_path):
     assert cache.wait_open(10)
     assert not cache.stats
     assert not (tmp_path / "kv").exists()
+
+
 def test_the_last_place_has_but_some(opened):
     cache = opened(disk=0, host=MIB)
     blocks = blocks_of("a", 3)

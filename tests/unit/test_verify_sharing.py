@@ -19,15 +19,17 @@ def test_it_names_the_fields_that_differ(
 ) -> None:
     leave_identity(tmp_path, OURS)
     leave_identity(tmp_path, OURS)
-    other = replace(OURS, layout="b", dtype="b" * 200)
+    other = replace(OURS, layout='{"engine": "b", "kv": 1}', dtype="b" * 200)
+    third = replace(other, layout='{"engine": "c", "kv": 1}')
     leave_identity(tmp_path, other)
     (tmp_path / "identity-broken.json").write_text("{")
     assert cli.main(["verify", "--sharing", str(tmp_path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["identities"]) == 2
-    assert [pair["differ"] for pair in result["pairs"]] == [["dtype", "layout"]]
+    assert [pair["differ"] for pair in result["pairs"]] == [["dtype", "layout.engine", "layout.kv"]]
+    leave_identity(tmp_path, third)
     assert cli.main(["verify", "--sharing", str(tmp_path)]) == 0
-    assert "share nothing: dtype, layout" in capsys.readouterr().out
+    assert "share nothing: layout.engine\n" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,14 @@ def test_nothing_else_is_raised(something: Any) -> None:
         return
 
 
+def test_blocks_whose_tokens_are_not_told_are_known_all_the_same() -> None:
+    """As vLLM's connector names chunks in host memory."""
+    stored = {"type": "BlockStored", "block_hashes": [A], "token_ids": [], "block_size": 0}
+    removed = {"type": "BlockRemoved", "block_hashes": [A]}
+    events = decode_batch([1.0, [{**stored, "medium": "CPU"}, removed], 0]).events
+    assert events == (BlockStored((A,), None, (), 0, "CPU"), BlockRemoved((A,)))
+
+
 def test_the_replay_endpoint_is_the_next_port() -> None:
     assert replay_endpoint("tcp://127.0.0.1:5557") == "tcp://127.0.0.1:5558"
     assert replay_endpoint("tcp://[::1]:80") == "tcp://[::1]:81"

@@ -79,6 +79,7 @@ def vllm_flags(
             "eviction_policy": "ForewordPolicy",
             "cache_policy_module_path": "foreword.plugins.vllm",
             "offload_prompt_only": False,
+            "self_describing_kv_events": True,
             "secondary_tiers": [tier] if disk_bytes else [],
         },
     }
@@ -103,6 +104,7 @@ def sglang_flags(host_bytes: int | None, disk_bytes: int, folder: Path | None) -
     # SGLang counts in whole GB.
     size = ["--hicache-size", str(-(-host_bytes // 10**9))] if host_bytes else []
     return [
+        "--enable-cache-report",
         *("--page-size", "64"),  # SGLang's own choice, one token, makes tiny records
         "--enable-hierarchical-cache",
         *size,

@@ -1,5 +1,6 @@
 """`foreword verify --sharing`: who has stored blocks in a folder, and why they share or do not."""
 
+import json
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def sharing(folder: Path) -> dict[str, Any]:
         raise Failure(f"{folder} cannot be read: {error.strerror}", "settings") from error
     names = {identity: identity.root_hash().hex()[:16] for identity in found}
     pairs = [
-        {"of": [names[one], names[other]], "differ": list(one.differences(other))}
+        {"of": [names[one], names[other]], "differ": _differing(one, other)}
         for one, other in combinations(found, 2)
     ]
     return {
@@ -32,7 +33,7 @@ def sharing(folder: Path) -> dict[str, Any]:
 
 def print_sharing(result: dict[str, Any]) -> int:
     found = result["identities"]
-    print(f"{len(found)} identities have stored blocks in {result['folder']}")
+    print(f"identities of engines that keep blocks in {result['folder']}: {len(found)}")
     for facts in found:
         print(f"\n{facts['name']}")
         for name, value in facts.items():
@@ -41,6 +42,24 @@ def print_sharing(result: dict[str, Any]) -> int:
     for pair in result["pairs"]:
         print(f"\n{pair['of'][0]} and {pair['of'][1]} share nothing: {', '.join(pair['differ'])}")
     return 0
+
+
+def _differing(one: Identity, other: Identity) -> list[str]:
+    """Fields that differ, and within those that are JSON objects the keys that do."""
+    names: list[str] = []
+    for field in one.differences(other):
+        left, right = _parts(getattr(one, field)), _parts(getattr(other, field))
+        keys = [key for key in left | right if left.get(key) != right.get(key)]
+        names += [f"{field}.{key}" for key in sorted(keys)] or [field]
+    return names
+
+
+def _parts(value: object) -> dict[str, object]:
+    try:
+        parts = json.loads(str(value))
+    except ValueError:
+        return {}
+    return parts if isinstance(parts, dict) else {}
 
 
 def _facts(identity: Identity, others: list[Identity]) -> dict[str, str]:

@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> Mapping[str, Any] | int:
     --kills `kills`: what all rounds came to. `ok`: no wrong byte, no fault, and exact if that was
     asked for. The lines of a scorecard where JSON is not asked for."""
     if args.sharing:
+        if args.store or args.exact or args.kills:
+            raise Failure("--sharing goes alone: name the folder after it", "usage")
         who = sharing(args.sharing)
         return who if args.json else print_sharing(who)
     result: dict[str, Any] = {"ok": True}

@@ -123,7 +123,8 @@ def _decode(plain: object) -> KVEvent | None:
     tokens, size = tuple(_items(fields, "token_ids")), _integer(fields.get("block_size"))
     if not all(type(token) is int for token in tokens):
         raise BadBatch("a token id is no integer")
-    if size is None or size < 1:
+    # vLLM's connector names chunks in host memory without saying what is in them (block size 0).
+    if size is None or size < (1 if tokens else 0):
         raise BadBatch(f"its block size is {fields.get('block_size')!r:.40}")
     return BlockStored(
         hashes, None if parent is None else _hash(parent), tokens, size, where, group

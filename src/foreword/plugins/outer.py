@@ -100,6 +100,12 @@ class OuterCache:
                 start += place.num_ready(hashes[start:])
         return start
 
+    def num_everywhere(self, blocks: Sequence[Block]) -> int:
+        """How many, from the first on, each place has, or will have. From memory."""
+        hashes = [self._hash(block.engine_key) for block in blocks] if self._places else []
+        kept = (all(place.keeps(h) for place in self._places) for h in hashes)
+        return next((at for at, ok in enumerate(kept) if not ok), len(hashes))
+
     def probe(self, blocks: Sequence[Block]) -> "Future[list[bool]]":
         """Which there are, with those that others have stored. The answer may never come: wait
         PROBE_S for it."""
@@ -149,7 +155,8 @@ class OuterCache:
         return load
 
     def give_up(self, load: Load) -> None:
-        """A load's deadline has passed, or nobody wants it. What has arrived counts."""
+        """A load's deadline has passed. What has arrived counts; its places are left alone for a
+        while."""
         if load.give_up():
             for place in self._places:
                 place.give_up(load)
@@ -233,11 +240,15 @@ class OuterCache:
         try:
             self._identity = identify()
             self._take_root()
-            if self._closed:
+            if self._closed or self._root is None:
                 return
             stores = self._stores(budgets)
             self._places = tuple(Place(store, self._payload_bytes) for store in stores)
+            for place in self._places:
+                what = (place.store.name, place.tier.num_blocks, place.store.capacity)
+                log.info("%s: %d blocks found, room for %d", *what)
             if budgets.disk_bytes:
+                log.info("%s, identity %s", budgets.disk_folder, self._root.hex()[:16])
                 leave_identity(budgets.disk_folder, self._identity)
         except Exception as error:  # noqa: BLE001 - the engine goes on without us
             log.warning("blocks are not kept: %s", error)

@@ -340,10 +340,10 @@ class Place:
         try:
             self.store.tend()
             self.stats.num_bytes = self.store.num_bytes
-            if self.tier.capacity != self.store.capacity:
-                with self._lock:
-                    self.tier.capacity = self.store.capacity
-                    dropped = self.tier.make_room()
+            with self._lock:
+                self.tier.capacity = self.store.capacity
+                dropped = self.tier.make_room()  # of what it found at the start, too
+            if dropped:
                 self.store.delete(dropped)
         except Exception as error:  # noqa: BLE001 - as in _write
             self._failed(self._writing, f"tending failed: {error}")

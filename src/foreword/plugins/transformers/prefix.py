@@ -299,7 +299,7 @@ class PrefixCache:
         for row, token_ids in enumerate(sequences.tolist()):
             padding = prompts.paddings[row // prompts.num_samples]
             blocks = _blocks(token_ids[padding:num_slots])
-            for start in range(outer.num_ready(blocks), len(blocks), step):
+            for start in range(outer.num_everywhere(blocks), len(blocks), step):
                 some = blocks[start : start + step]
                 if num_stored + len(some) > STORE_STEPS * step:
                     outer.flush(max(0.0, end_s - time.monotonic()))

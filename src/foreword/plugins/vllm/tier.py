@@ -81,7 +81,16 @@ class ForewordTier(SecondaryTierManager):
         config = offloading_spec.config
         self._rows = memoryview(primary_kv_view).cast("B")
         self._num_chunks = len(primary_kv_view)
-        who = partial(identify, engine_config(), config, lora_folders)
+        engine = engine_config()
+        chunk_tokens = min(offloading_spec.tokens_per_block) * config.cache.blocks_per_chunk
+        room = self._num_chunks // len(config.groups) * chunk_tokens
+        if room < engine.model_config.max_model_len:
+            log.warning(
+                "host memory (cpu_bytes_to_use) has room for %d tokens: of a longer prompt no more"
+                " than that comes back, and a prompt of more new tokens is not kept",
+                room,
+            )
+        who = partial(identify, engine, config, lora_folders)
         self._cache = OuterCache(who, self.block_size_bytes, budgets)
         self._promotions: dict[int, _Promotion] = {}
         self._stores: dict[int, Future[list[bool]]] = {}
@@ -287,5 +296,8 @@ def _settings(settings: dict[str, Any]) -> tuple[Budgets, list[str]]:
             f"it has {', '.join(sorted(known))}"
         )
     chosen: dict[str, Any] = known | settings
+    adapters = chosen["lora_folders"]
+    if not isinstance(adapters, list) or not all(isinstance(at, str) for at in adapters):
+        raise ValueError(f"lora_folders is to be a list of folders, not {adapters!r}")
     folder = Path(chosen["disk_folder"]).expanduser()
-    return Budgets(chosen["host_bytes"], chosen["disk_bytes"], folder), list(chosen["lora_folders"])
+    return Budgets(chosen["host_bytes"], chosen["disk_bytes"], folder), adapters
