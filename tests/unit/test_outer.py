@@ -168,6 +168,15 @@ def test_what_waits_to_be_copied_is_forgotten_too(opened, forget):
     assert loaded(cache, blocks) == ["missing"] * 3
 
 
+def test_what_belongs_before_a_renewal_is_not_taken_after_it(opened):
+    cache = opened()
+    blocks = blocks_of("a", 3)
+    before = cache.renewal
+    cache.renew()
+    assert cache.store(blocks, [content(block) for block in blocks], before) == [False] * 3
+    assert cache.store(blocks, [content(block) for block in blocks], cache.renewal) == [True] * 3
+
+
 def test_what_is_closed_before_it_is_open_opens_nothing(tmp_path):
     known = threading.Event()
     cache = OuterCache(lambda: known.wait(10) and IDENTITY, SIZE, Budgets(0, MIB, tmp_path / "kv"))

@@ -70,11 +70,11 @@ class OuterCache:
         self._payload_bytes = payload_bytes
         self._places: tuple[Place, ...] = ()
         self._identity: Identity | None = None
-        self._renewal = ""
+        self.renewal = ""  # which of them is the latest
         self._root: BlockHash | None = None
         self._opened = threading.Event()
         self._closed = False
-        self._gate = threading.Lock()  # nothing is put for the copier after its end
+        self._gate = threading.Lock()  # nothing is put for the copier after its end, or a renewal
         self._copier = Workers("foreword-copy", 1)
         self._opener = Workers("foreword-open", 1)
         self._opener.put(partial(self._open, identify, budgets))
@@ -174,21 +174,25 @@ class OuterCache:
         blocks: Sequence[Block],
         sources: Sequence[memoryview],
         done: Callable[[list[bool]], None] = lambda taken: None,
+        renewal: str | None = None,
     ) -> None:
         """Have blocks kept, parents first. `done` is called by another thread when the sources are
-        free, with what was taken: the rest is dropped, for too much waits or a place fails."""
+        free, with what was taken: the rest is dropped, for too much waits or a place fails. With
+        `renewal`, nothing is taken if another one has come since."""
         with self._gate:
-            if not self._closed:
+            if not self._closed and renewal in (None, self.renewal):
                 # Not when they are copied: a renewal may have come by then.
                 keys = [self._key(block) for block in blocks] if self._places else []
                 self._copier.put(partial(self._copy, keys, sources, done))
                 return
         done([False] * len(blocks))
 
-    def store(self, blocks: Sequence[Block], sources: Sequence[memoryview]) -> list[bool]:
+    def store(
+        self, blocks: Sequence[Block], sources: Sequence[memoryview], renewal: str | None = None
+    ) -> list[bool]:
         """The same, waited for. They are written after it has returned."""
         answer: Future[list[bool]] = Future()
-        self.begin_store(blocks, sources, answer.set_result)
+        self.begin_store(blocks, sources, answer.set_result, renewal)
         return answer.result()
 
     def touch(self, blocks: Sequence[Block]) -> None:
@@ -201,8 +205,9 @@ class OuterCache:
     def renew(self) -> None:
         """What was kept before is found no more by this process: the engine's keys may mean
         something else from now on."""
-        self._renewal = token_hex(16)
-        self._take_root()
+        with self._gate:
+            self.renewal = token_hex(16)
+            self._take_root()
 
     def clear(self) -> None:
         """Forget all that this process keeps, and what waits to be; others' records stay. Not
@@ -239,7 +244,8 @@ class OuterCache:
     def _open(self, identify: Callable[[], Identity], budgets: Budgets) -> None:
         try:
             self._identity = identify()
-            self._take_root()
+            with self._gate:
+                self._take_root()
             if self._closed or self._root is None:
                 return
             stores = self._stores(budgets)
@@ -256,9 +262,9 @@ class OuterCache:
             self._opened.set()
 
     def _take_root(self) -> None:
-        """By any thread: what it reads was written before."""
+        """Under the gate: a renewal may come before it is open."""
         if self._identity is not None:
-            self._root = self._identity.root_hash(self._renewal)
+            self._root = self._identity.root_hash(self.renewal)
 
     def _stores(self, budgets: Budgets) -> list[KVStore]:
         size = record_bytes(0, self._payload_bytes)

@@ -66,22 +66,24 @@ class Pages:
     def store(self, blocks: Sequence[Block], host_indices: torch.Tensor | None) -> list[bool]:
         """Out of slots of the pool. False: dropped, for too much waits to be written or no parent
         is kept; what comes after would have no parent either."""
-        begin_s = time.monotonic()
+        begin_s, renewal = time.monotonic(), self.cache.renewal
         stored = [False] * len(blocks)
         starts = self._starts(host_indices, len(blocks))
         for at in range(0, len(starts), self._step):
             batch = blocks[at : at + self._step]
             pages = [self.pool.get_data_page(start) for start in starts[at : at + len(batch)]]
-            taken = self.write(batch, pages)
+            taken = self.write(batch, pages, renewal)
             stored[at : at + len(batch)] = taken
             if not all(taken):
                 break
         self._count("backup", sum(stored), begin_s)
         return stored
 
-    def write(self, blocks: Sequence[Block], pages: Sequence[torch.Tensor]) -> list[bool]:
+    def write(
+        self, blocks: Sequence[Block], pages: Sequence[torch.Tensor], renewal: str | None = None
+    ) -> list[bool]:
         """Out of pages outside the pool; they are free again when it returns."""
-        return self.cache.store(blocks, [_bytes(page.contiguous()) for page in pages])
+        return self.cache.store(blocks, [_bytes(page.contiguous()) for page in pages], renewal)
 
     def transfers(self) -> list[tuple[str, int, float]]:
         """What was moved since the last call: prefetch or backup, pages and GB/s."""
