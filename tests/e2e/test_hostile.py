@@ -173,7 +173,7 @@ FIELDS: list[tuple[str, Any]] = [
     ("logit_bias", {"٣": 1}),
     ("logit_bias", {"1": HUGE}),
     ("logit_bias", {"1": "1"}),
-    ("logit_bias", {str(i): 1 for i in range(100_000)}),
+    ("logit_bias", {str(i): 1 for i in range(10_000)}),
     ("cache_salt", "x" * 1_000_000),
     ("model", "x" * 1_000_000),
     ("x" * 1_000_000, 1),
