@@ -17,7 +17,9 @@ with warnings.catch_warnings():
 from laws import check_tier
 from vllm_policy import POLICIES, Replay, made_up, read_trace
 
-TRACE = os.environ.get("FOREWORD_TRACE")
+# Public data that may lie beside a checkout.
+SHARED = Path(__file__).parents[3] / "shared" / "traces"
+TRACE = Path(os.environ.get("FOREWORD_TRACE", SHARED / "mooncake_fast25_conversation.jsonl.gz"))
 CHUNK = 16  # tokens
 
 
@@ -295,10 +297,12 @@ def test_made_up_prompts_leave_no_orphan(num_running):
     )
 
 
-@pytest.mark.skipif(TRACE is None, reason="FOREWORD_TRACE names no trace: see tools/vllm_policy.py")
+@pytest.mark.skipif(
+    not TRACE.exists(), reason="no trace: FOREWORD_TRACE may name one, see tools/vllm_policy.py"
+)
 @pytest.mark.parametrize("capacity", [1000, 10000])
 def test_a_real_trace_leaves_no_orphan_and_finds_no_less_than_lru(capacity):
-    prompts = read_trace(Path(TRACE))
+    prompts = read_trace(TRACE)
     lru = Replay("lru", capacity, prompts).run()
     ours = Replay("ForewordPolicy", capacity, prompts).run()
     assert ours.orphans_max == 0
