@@ -3,12 +3,26 @@
 import torch
 from transformers import AutoModelForCausalLM
 
+from foreword.plugins.transformers import prefix
+from foreword.plugins.transformers.prefix import PrefixCache
+
 MIB = 1 << 20
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, size, float32
 
 
 def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def patient(monkeypatch):
+    """The machine may be slow: what was stored is there when it is asked for."""
+    monkeypatch.setattr(prefix, "WRITTEN_S", 10.0)
+    monkeypatch.setattr(prefix, "STORE_S", 10.0)
+
+
+def small(model, folder):
+    """A cache with room for some prompts of a tiny model."""
+    return PrefixCache(model, host_bytes=4 * MIB, disk_bytes=16 * MIB, disk_folder=folder)
 
 
 def prompt(num_tokens, seed=0, rows=1):

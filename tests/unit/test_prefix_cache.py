@@ -12,9 +12,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from foreword.plugins.transformers import prefix
 from foreword.plugins.transformers.prefix import PrefixCache
-from prefixes import BLOCK_BYTES, MIB, load, plain, prompt, reused
+from prefixes import BLOCK_BYTES, MIB, load, patient, plain, prompt, reused, small
 from tiny import make_tiny
 
 
@@ -26,9 +25,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
-    """The machine may be slow: what was stored is there when it is asked for."""
-    monkeypatch.setattr(prefix, "WRITTEN_S", 10.0)
-    monkeypatch.setattr(prefix, "STORE_S", 10.0)
+    patient(monkeypatch)
 
 
 @pytest.fixture
@@ -38,9 +35,7 @@ def model(folders):
 
 @pytest.fixture
 def cache(model, tmp_path):
-    with PrefixCache(
-        model, host_bytes=4 * MIB, disk_bytes=16 * MIB, disk_folder=tmp_path / "kv"
-    ) as made:
+    with small(model, tmp_path / "kv") as made:
         yield made
 
 
