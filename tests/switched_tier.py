@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foreword.plugins import outer, place
+from foreword.plugins import outer
 from foreword.plugins.vllm import ForewordTier
+from foreword.store import store
 from foreword.store.codec import RecordKey, check
 from foreword.store.disk import DiskStore
 
@@ -45,7 +46,7 @@ def _check(record: memoryview, key: RecordKey) -> None:
 
 
 outer.DiskStore = HangingStore
-place.check = _check
+store.check = _check
 
 
 class SwitchedTier(ForewordTier):

@@ -194,7 +194,7 @@ def test_what_is_overwritten_while_it_is_lent_is_a_miss(settings, truth, faulty,
             stores[0].put([other], [memoryview(b"\x7f" * len(record))])
             num_overwritten += 1
 
-    monkeypatch.setattr("foreword.engine.transfer.check", check_and_overwrite)
+    monkeypatch.setattr("foreword.store.store.check", check_and_overwrite)
 
     async def work():
         async with serving(replace(settings, host_bytes=ROOM)) as engine:

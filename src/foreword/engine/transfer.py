@@ -18,9 +18,9 @@ from foreword.core.lease import Drop, Load, Probe, Store
 from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
 from foreword.engine.lane import Lane, Read
-from foreword.store.codec import BadRecord, RecordKey, check, kv_offset, seal
+from foreword.store.codec import RecordKey, kv_offset, seal
 from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S, TEND_S
-from foreword.store.store import KVStore
+from foreword.store.store import KVStore, why_lost
 
 log = logging.getLogger("foreword.engine")
 
@@ -175,18 +175,13 @@ class Transfer:
         try:
             loans = lane.fetch([key.block_hash for key in keys], cell)
             for at, (key, loan) in enumerate(zip(keys, loans, strict=True), read.start):
-                if loan is None:
-                    read.lost[at] = "missing"
-                    continue
-                try:
-                    check(loan.record, key)
+                lost = why_lost(loan, key)
+                if loan is not None and lost is None:
                     read.good[at] = loan
-                except BadRecord as error:
-                    if not loan.kept():  # overwritten, not damaged
-                        read.lost[at] = "missing"
-                        continue
-                    read.lost[at] = "damaged"
-                    read.error = f"block {key.block_hash.hex()}: {error}"
+                elif lost is not None:
+                    read.lost[at], what = lost
+                    if read.lost[at] == "damaged":
+                        read.error = what
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
             read.failed = True
             lane.failed(lane.reading, f"reading failed: {error}")

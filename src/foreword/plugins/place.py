@@ -16,10 +16,10 @@ from foreword.core.block import BlockHash
 from foreword.core.stats import TierStats
 from foreword.core.tier import Tier
 from foreword.plugins.load import Load, Piece
-from foreword.store.codec import HEADER_BYTES, BadRecord, RecordKey, check, record_bytes, seal
+from foreword.store.codec import HEADER_BYTES, RecordKey, record_bytes, seal
 from foreword.store.pages import arena, whole_pages
 from foreword.store.patience import LOAD_S, TEND_S, Breaker
-from foreword.store.store import KVStore, Loan
+from foreword.store.store import KVStore, Loan, why_lost
 from foreword.store.workers import Workers
 
 log = logging.getLogger("foreword.plugins")
@@ -201,19 +201,16 @@ class Place:
         damaged: list[BlockHash] = []
         damage = ""
         for at, key, loan in zip(blocks, keys, self._fetch(keys), strict=True):
-            try:
-                if loan is not None:
-                    check(loan.record, key)
-                elif self.store.contains([key.block_hash])[0]:
-                    raise BadRecord("it cannot be read")
-                if loan is None or not load.take(at, loan.record[HEADER_BYTES:], loan.kept):
-                    lost[at] = "missing"
-            except BadRecord as error:
-                lost[at] = "missing"
-                if loan is None or loan.kept():  # else it was overwritten, not damaged
-                    lost[at] = "damaged"
-                    damage = f"block {key.block_hash.hex()}: {error}"
+            why = why_lost(loan, key)
+            if loan is None and self.store.contains([key.block_hash])[0]:
+                why = "damaged", f"block {key.block_hash.hex()}: it cannot be read"
+            if why is not None:
+                lost[at], what = why
+                if lost[at] == "damaged":
+                    damage = what
                     damaged.append(key.block_hash)
+            elif loan is not None and not load.take(at, loan.record[HEADER_BYTES:], loan.kept):
+                lost[at] = "missing"
         self._forget([load.keys[at].block_hash for at in lost], damaged)
         if damage:
             log.warning("%s: of %d lost, %s", self.store.name, len(lost), damage)

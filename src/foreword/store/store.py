@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foreword.core.block import BlockHash
-from foreword.store.codec import RecordKey
+from foreword.store.codec import BadRecord, RecordKey, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,19 @@ class Loan:
 
     record: memoryview  # to read only
     kept: Callable[[], bool] = lambda: True
+
+
+def why_lost(loan: Loan | None, key: RecordKey) -> tuple[str, str] | None:
+    """None: what a store gave for `key` is its record, whole. Else "missing" or "damaged", and what
+    is wrong with it. What was overwritten while it was read is missing, not damaged."""
+    if loan is None:
+        return "missing", ""
+    try:
+        check(loan.record, key)
+    except BadRecord as error:
+        kind = "damaged" if loan.kept() else "missing"
+        return kind, f"block {key.block_hash.hex()}: {error}"
+    return None
 
 
 class KVStore(Protocol):
