@@ -77,8 +77,9 @@ def check_index(cache):
     all_nodes = nodes(cache)
     in_tree = [block_id for node in all_nodes for block_id in node.block_ids]
     assert sorted(in_tree) == [i for i in range(pool.num_blocks) if pool.cached[i]]
-    assert index._num_nodes == len(all_nodes)
-    candidates = {id(node) for used, _, node in index._leaves if used == node.last_used}
+    candidates = {id(node) for node in index._leaves._offers}
+    leaves = {id(node) for node in all_nodes if not node.sorted_keys}
+    assert candidates <= leaves, "a candidate that is no leaf"
     for root_hash, root in index._roots.items():
         assert root.hashes == [root_hash]
         assert root.sorted_keys, "an empty root is forgotten"
@@ -96,7 +97,7 @@ def check_index(cache):
         assert pinned == sorted(pinned, reverse=True), "a block outlives none of its children"
         if node.parent.block_ids and pinned[0]:
             assert pool.pins[node.parent.block_ids[-1]] > 0, "a pinned block's parent is pinned"
-        if not node.sorted_keys and not pinned[-1]:
+        if id(node) in leaves and not pinned[-1]:
             assert id(node) in candidates, "an idle leaf that nothing can evict"
 
 
@@ -135,12 +136,13 @@ def check_tier(tier):
     kept = {h for h, entry in entries.items() if entry.kept is not Kept.ABSENT}
     assert tier.num_blocks == len(kept)
     children = Counter(entry.parent for entry in entries.values() if entry.parent is not None)
-    candidates = {h for used, _, h in tier._leaves if h in entries and entries[h].last_used == used}
+    candidates = set(tier._leaves._offers)
     for block_hash, entry in entries.items():
         assert entry.num_children == children[block_hash]
         assert entry.num_children or entry.kept is not Kept.ABSENT, "an entry of nothing"
         if not entry.num_children:
             assert block_hash in candidates, "a leaf that nothing can evict"
+    assert all(not children[h] and h in kept for h in candidates), "a candidate that is no leaf"
 
 
 class Listener:

@@ -14,6 +14,7 @@ from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Copy, Lease, Load, Probe
 from foreword.core.lower import LowerTiers
+from foreword.core.policy import LRU, Policy
 from foreword.core.pool import BlockPool
 from foreword.core.tier import Tier
 
@@ -37,10 +38,12 @@ class KVCache:
         reuse: bool = True,
         record_events: bool = False,
         tiers: Sequence[Tier] = (),
+        policy: Policy = LRU,
     ) -> None:
         self.block_size = block_size
+        self.policy = policy
         self.pool = BlockPool(num_blocks)
-        self.index = RadixIndex(block_size)
+        self.index = RadixIndex(block_size, policy)
         self.reuse = reuse
         self.lower = LowerTiers(tiers if reuse else ())
         self.num_evicted_blocks = 0  # since start
@@ -206,7 +209,7 @@ class KVCache:
         if self.pool.num_leased:
             return False
         self.pool = BlockPool(self.pool.num_blocks)
-        self.index = RadixIndex(self.block_size)
+        self.index = RadixIndex(self.block_size, self.policy)
         self.lower.clear()
         if self.record_events:
             self._events.append(AllBlocksCleared())
@@ -244,7 +247,8 @@ class KVCache:
         pinned: list[Node] = []
         while missing > 0:
             leaf = self.index.pop_leaf()
-            idle = self.pool.num_idle_at_end(leaf.block_ids, missing)
+            alike = missing if self.policy.by_run else 1
+            idle = self.pool.num_idle_at_end(leaf.block_ids, alike)
             if idle == 0:
                 pinned.append(leaf)
                 continue

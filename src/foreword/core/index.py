@@ -5,21 +5,22 @@ no hash, always a leaf). Chained hashes make a walk cheap: where the last hash o
 whole run does. Below a node the children's first blocks are sorted by tokens and none is a prefix
 of another, so the longest common run of the next few tokens is with a neighbour of their place.
 
-Eviction is leaf first whatever the score: only ends of leaves are offered, least recently used
-first; a node is offered when it becomes a leaf.
+Eviction is leaf first whatever the policy: only ends of leaves leave. A node is offered when it
+becomes a leaf.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId
+from foreword.core.policy import LRU, Leaves, Policy
 
 
 class Node:
     """`hashes` is empty for a partial block; `key` holds the tokens of all its blocks."""
 
     __slots__ = (
+        "added",
         "block_ids",
         "children",
         "hashes",
@@ -41,7 +42,7 @@ class Node:
         self.hashes = hashes
         self.block_ids = block_ids
         self.key = key
-        self.last_used = 0
+        self.added = self.last_used = 0
         self.children: dict[BlockHash, Node] = {}  # full blocks only
         self.sorted_keys: list[bytes] = []  # first block's tokens of each child, partial ones too
         self.sorted_children: list[Node] = []
@@ -50,13 +51,11 @@ class Node:
 class RadixIndex:
     """Blocks by prefix. Knows nothing of pins: its caller decides what may be cut."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, policy: Policy = LRU) -> None:
         self._width = block_size * TOKEN_BYTES
         self._roots: dict[BlockHash, Node] = {}
-        self._leaves: list[tuple[int, int, Node]] = []  # heap; entries may be stale
-        self._num_nodes = 0
+        self._leaves: Leaves[Node] = Leaves(policy)
         self._clock = 0
-        self._serial = 0
 
     def root(self, root_hash: BlockHash) -> Node:
         """Where chains of this root start. Kept only once it has children."""
@@ -130,25 +129,21 @@ class RadixIndex:
         self.offer(node)
 
     def offer(self, leaf: Node) -> None:
-        """Make a leaf a candidate for eviction, at the time it was last used."""
-        if not _is_leaf(leaf):
-            return
-        if len(self._leaves) > 2 * self._num_nodes:
-            self._leaves = [entry for entry in self._leaves if _is_current(entry)]
-            heapify(self._leaves)
-        self._serial += 1
-        heappush(self._leaves, (leaf.last_used, self._serial, leaf))
+        """Make a leaf a candidate for eviction, at the rank that it has now."""
+        if _is_leaf(leaf):
+            last = leaf.hashes[-1] if leaf.hashes else None
+            self._leaves.offer(leaf, leaf.added, leaf.last_used, last)
 
     def pop_leaf(self) -> Node:
-        """The least recently used leaf. It is no candidate again until offered."""
-        while True:
-            entry = heappop(self._leaves)
-            if _is_current(entry):
-                return entry[2]
+        """The leaf that leaves first. It is no candidate again until offered."""
+        leaf = self._leaves.pop()
+        assert leaf is not None, "an idle leaf that nothing can evict"
+        return leaf
 
     def cut(self, leaf: Node, num_blocks: int) -> tuple[list[BlockHash], list[BlockId]]:
         """Remove the last blocks of a leaf. What is a leaf afterwards is offered."""
         assert _is_leaf(leaf)
+        self._leaves.withdraw(leaf)
         keep = len(leaf.block_ids) - num_blocks
         hashes, block_ids = leaf.hashes[keep:], leaf.block_ids[keep:]
         del leaf.hashes[keep:], leaf.block_ids[keep:]
@@ -173,7 +168,7 @@ class RadixIndex:
         parent, at = node.parent, num_blocks * self._width
         assert parent is not None
         head = Node(parent, node.hashes[:num_blocks], node.block_ids[:num_blocks], node.key[:at])
-        head.last_used = node.last_used
+        head.added, head.last_used = node.added, node.last_used
         place = bisect_left(parent.sorted_keys, head.key[: self._width])
         parent.sorted_children[place] = parent.children[head.hashes[0]] = head
         node.parent, node.key = head, node.key[at:]
@@ -181,7 +176,6 @@ class RadixIndex:
         head.children[node.hashes[0]] = node
         head.sorted_keys.append(node.key[: self._width])
         head.sorted_children.append(node)
-        self._num_nodes += 1
         return head
 
     def _hang(self, parent: Node, child: Node) -> tuple[Node, list[BlockId]]:
@@ -197,24 +191,21 @@ class RadixIndex:
             parent.children[child.hashes[0]] = child
         if parent.parent is None:
             self._roots[parent.hashes[0]] = parent
-        self._num_nodes += 1
+        self._leaves.withdraw(parent)
+        self._clock += 1
+        child.added = self._clock
         return child, redundant
 
     def _unhang(self, parent: Node, place: int) -> Node:
         child = parent.sorted_children.pop(place)
         del parent.sorted_keys[place]
         child.parent = None
-        self._num_nodes -= 1
+        self._leaves.withdraw(child)
         return child
 
 
 def _is_leaf(node: Node) -> bool:
     return node.parent is not None and not node.sorted_keys
-
-
-def _is_current(entry: tuple[int, int, Node]) -> bool:
-    last_used, _serial, node = entry
-    return _is_leaf(node) and node.last_used == last_used
 
 
 def _common_run(run: list[BlockHash], hashes: Sequence[BlockHash], start: int, stop: int) -> int:

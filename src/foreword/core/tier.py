@@ -1,15 +1,15 @@
 """Tier: what one place below the device holds of our own, and which block leaves it first.
 
 Flat, by block hash, whole blocks only. A block leaves before its parent: only those without
-children are offered, least recently used first, and a parent counts as used when a child was.
+children are offered, and a parent counts as used when a child was.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from heapq import heapify, heappop, heappush
 
 from foreword.core.block import BlockHash
+from foreword.core.policy import LRU, Leaves, Policy
 
 
 class Kept(IntEnum):
@@ -26,6 +26,7 @@ class _Entry:
     parent: BlockHash | None = None  # None: not known, for it was never stored here
     kept: Kept = Kept.ABSENT
     num_children: int = 0
+    added: int = 0
     last_used: int = 0
 
 
@@ -33,7 +34,7 @@ class Tier:
     """Room for `capacity` blocks. `reads` and `writes` say whether it takes part at present: its
     driver turns them off while the place hangs or fails."""
 
-    def __init__(self, capacity: int, *, shared: bool = False) -> None:
+    def __init__(self, capacity: int, *, shared: bool = False, policy: Policy = LRU) -> None:
         """With `shared`, others write there too: what it holds of theirs is found by Probe."""
         self.capacity = capacity
         self.shared = shared
@@ -41,9 +42,8 @@ class Tier:
         self.writes = True
         self.num_blocks = 0  # kept or being written
         self._entries: dict[BlockHash, _Entry] = {}
-        self._leaves: list[tuple[int, int, BlockHash]] = []  # heap; entries may be stale
+        self._leaves: Leaves[BlockHash] = Leaves(policy)
         self._clock = 0
-        self._serial = 0
 
     def num_ready(self, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
         """How many blocks of hashes[start:stop], from the first on, can be loaded."""
@@ -61,18 +61,21 @@ class Tier:
 
     def make_room(self, protected: BlockHash | None = None) -> list[BlockHash]:
         """Remove blocks until one more fits, or what is over a capacity that became less; returns
-        what must be dropped. Stops before it would remove `protected`: then there is no room."""
+        what must be dropped. Does not remove `protected`: there may be no room then."""
         dropped: list[BlockHash] = []
+        passed = False
         room = 0 if protected is None else 1
         while self.num_blocks + room > self.capacity:
-            victim = self._least_recent()
+            victim = self._leaves.pop()
             if victim is None:
                 break
             if victim == protected:
-                self._offer(victim)
-                break
+                passed = True
+                continue
             self.remove(victim)
             dropped.append(victim)
+        if passed and protected is not None:
+            self._offer(protected)
         return dropped
 
     def take(self, count: int, held: Callable[[BlockHash], bool]) -> list[BlockHash] | None:
@@ -81,7 +84,7 @@ class Tier:
         taken: dict[BlockHash, Kept] = {}
         forgotten: list[tuple[BlockHash, _Entry]] = []
         passed: dict[BlockHash, None] = {}
-        while len(taken) < count and (leaf := self._least_recent()) is not None:
+        while len(taken) < count and (leaf := self._leaves.pop()) is not None:
             if held(leaf):
                 passed[leaf] = None
                 continue
@@ -94,6 +97,7 @@ class Tier:
                 self._entries[block_hash] = entry
                 if entry.parent is not None:
                     self._entries[entry.parent].num_children += 1
+                    self._leaves.withdraw(entry.parent)
             for block_hash, kept in taken.items():
                 self._entries[block_hash].kept = kept
                 self._offer(block_hash)
@@ -124,6 +128,7 @@ class Tier:
         if entry is None or entry.kept is Kept.ABSENT:
             return
         entry.kept = Kept.ABSENT
+        self._leaves.withdraw(block_hash)
         self.num_blocks -= 1
         self._forget(block_hash, entry)
 
@@ -160,8 +165,9 @@ class Tier:
         if entry.parent is None:
             entry.parent = parent
             self._entries.setdefault(parent, _Entry()).num_children += 1
+            self._leaves.withdraw(parent)
         self._clock += 1
-        entry.kept, entry.last_used = kept, self._clock
+        entry.kept, entry.added, entry.last_used = kept, self._clock, self._clock
         self.num_blocks += 1
         self._offer(block_hash)
 
@@ -184,28 +190,5 @@ class Tier:
 
     def _offer(self, block_hash: BlockHash) -> None:
         entry = self._entries[block_hash]
-        if entry.num_children or not entry.kept:
-            return
-        if len(self._leaves) > 2 * len(self._entries):
-            self._leaves = [leaf for leaf in self._leaves if self._is_current(leaf)]
-            heapify(self._leaves)
-        self._serial += 1
-        heappush(self._leaves, (entry.last_used, self._serial, block_hash))
-
-    def _is_current(self, leaf: tuple[int, int, BlockHash]) -> bool:
-        last_used, _serial, block_hash = leaf
-        entry = self._entries.get(block_hash)
-        return (
-            entry is not None
-            and bool(entry.kept)
-            and not entry.num_children
-            and entry.last_used == last_used
-        )
-
-    def _least_recent(self) -> BlockHash | None:
-        """The leaf to leave first. It is no candidate again until offered. None: none is left."""
-        while self._leaves:
-            leaf = heappop(self._leaves)
-            if self._is_current(leaf):
-                return leaf[2]
-        return None
+        if entry.kept and not entry.num_children:
+            self._leaves.offer(block_hash, entry.added, entry.last_used, block_hash)
