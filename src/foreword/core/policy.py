@@ -14,7 +14,7 @@ from foreword.core.block import BlockHash
 # last block (None: that one is not full). What has the least rank leaves first.
 Rank = Callable[[int, int, BlockHash | None], float]
 
-Leaf = TypeVar("Leaf", bound=Hashable)
+_Leaf = TypeVar("_Leaf", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ FIFO = Policy("fifo", _added)
 POLICIES = {policy.name: policy for policy in (LRU, FIFO)}
 
 
-class Leaves(Generic[Leaf]):
+class Leaves(Generic[_Leaf]):
     """The leaves that may leave, by rank; among equals the one that was offered first."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._offers: dict[Leaf, int] = {}  # the number of each one's newest offer
-        self._heap: list[tuple[float, int, Leaf]] = []  # older offers too
+        self._offers: dict[_Leaf, int] = {}  # the number of each one's newest offer
+        self._heap: list[tuple[float, int, _Leaf]] = []  # older offers too
         self._serial = 0
 
-    def __contains__(self, leaf: Leaf) -> bool:
+    def __contains__(self, leaf: _Leaf) -> bool:
         return leaf in self._offers
 
-    def offer(self, leaf: Leaf, added: int, last_used: int, block_hash: BlockHash | None) -> None:
+    def offer(self, leaf: _Leaf, added: int, last_used: int, block_hash: BlockHash | None) -> None:
         """`leaf` is a candidate, with the rank that it has now."""
         self._serial += 1
         self._offers[leaf] = self._serial
@@ -60,11 +60,11 @@ class Leaves(Generic[Leaf]):
             heapify(self._heap)
         heappush(self._heap, (self.policy.rank(added, last_used, block_hash), self._serial, leaf))
 
-    def withdraw(self, leaf: Leaf) -> None:
+    def withdraw(self, leaf: _Leaf) -> None:
         """It is none any more, if it was."""
         self._offers.pop(leaf, None)
 
-    def pop(self) -> Leaf | None:
+    def pop(self) -> _Leaf | None:
         """The one that leaves first. No candidate again until offered. None: there is none."""
         while self._heap:
             _rank, serial, leaf = heappop(self._heap)
