@@ -183,10 +183,10 @@ def test_kinds_that_have_no_kernels_are_refused(
     with pytest.raises(ValueError, match="'int3' is not one of int4, int8"):
         load_model(str(folder), quantise="int3")
     monkeypatch.setattr(logging.getLogger("foreword"), "handlers", [])
-    flags = ["--model", str(folder), "--port", "0", "--dtype", "float32", "--quantise", "int4"]
+    flags = ["--model", str(folder), "--port", "0", "--dtype", "int4", "--device", "cuda"]
     assert cli.main(["serve", *flags]) == EXIT_CODES["settings"]
     message = capsys.readouterr().err
-    assert "int4 weights need bfloat16 on the CPU, not float32 on cpu" in message
+    assert "int4 weights need bfloat16 on the CPU, not bfloat16 on cuda" in message
     assert message.count("\n") == 1
 
 

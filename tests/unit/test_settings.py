@@ -95,8 +95,9 @@ def test_every_flag_reaches_the_engine() -> None:
         disk_bytes=3_000_000,
         disk_folder=Path("there"),
     )
-    args = cli.command_parser("serve").parse_args(["--quantise", "int8"])
-    assert engine_settings(args).quantise == "int8"
+    args = cli.command_parser("serve").parse_args(["--dtype", "int8"])
+    chosen = engine_settings(args)
+    assert (chosen.dtype, chosen.quantise) == ("bfloat16", "int8")
 
 
 def test_more_pool_than_memory_is_refused() -> None:
@@ -157,7 +158,7 @@ def test_a_device_that_is_not_here_is_refused() -> None:
 MISTAKES = {
     "a device": ("--device gpu", "settings", "--device gpu cannot be used"),
     "memory": ("--kv-bytes 1000TB", "settings", "more than this machine's memory"),
-    "a choice": ("--quantise int4 --dtype float32", "settings", "int4 weights need bfloat16"),
+    "a choice": ("--dtype int4 --device cuda", "settings", "int4 weights need bfloat16"),
     "no model": ("--model nowhere", "model", "no model at 'nowhere'"),
     "no folder": ("--model .", "model", "no Hugging Face model folder: it has no config.json"),
     "no file": ("--model keys", "model", "neither a folder nor a .gguf file"),

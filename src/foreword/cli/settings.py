@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from foreword.cli.failure import Failure
-from foreword.engine.settings import EngineSettings, check_quantisation
+from foreword.engine.settings import KINDS, EngineSettings, check_quantisation
 from foreword.store.files import kv_folder
 
 KV_BYTES_MAX = 4 << 30  # of the default; more by asking for it
@@ -26,11 +26,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="what clients call the model (default: the model's own)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument(
-        "--quantise",
-        choices=("int4", "int8"),
-        help="weights in fewer bits, for bfloat16 on the CPU: decodes quicker, prefills slower",
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32", *KINDS),
+        help="int4 and int8 are bfloat16 with weights in fewer bits, on the CPU: decodes quicker, "
+        "prefills slower",
     )
     parser.add_argument("--max-model-len", type=count, help="context in tokens (the model's own)")
     parser.add_argument(
@@ -111,9 +112,10 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
     before torch is imported, which takes seconds."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", args.device):
         raise Failure(f"--device {args.device} cannot be used: cpu, cuda or cuda:N", "settings")
-    if args.quantise:
+    dtype, quantise = ("bfloat16", args.dtype) if args.dtype in KINDS else (args.dtype, None)
+    if quantise:
         try:
-            check_quantisation(args.quantise, args.dtype, args.device)
+            check_quantisation(quantise, dtype, args.device)
         except ValueError as error:
             raise Failure(str(error), "settings") from error
     memory_bytes = physical_memory_bytes()
@@ -137,7 +139,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         model=args.model,
         served_name=args.name,
         device=args.device,
-        dtype=args.dtype,
+        dtype=dtype,
         max_model_len=args.max_model_len,
         kv_bytes=kv_bytes,
         host_bytes=host_bytes,
@@ -148,7 +150,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         exact=args.exact == "auto",
         prefix_caching=not args.no_prefix_caching,
         num_threads=args.threads,
-        quantise=args.quantise,
+        quantise=quantise,
     )
 
 
