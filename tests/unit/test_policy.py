@@ -64,5 +64,16 @@ def test_a_new_offer_replaces_the_old_one() -> None:
     assert leaves.pop() is None
 
 
+def test_older_offers_go_when_they_are_more_than_the_leaves() -> None:
+    leaves: Leaves[str] = Leaves(LRU)
+    leaves.offer("b", 0, 0, None)
+    sizes = []
+    for used in range(8):
+        leaves.offer("a", 0, used, None)
+        sizes.append(len(leaves._heap))
+    assert sizes == [2, 3, 4, 5, 2, 3, 4, 5]
+    assert [leaves.pop(), leaves.pop(), leaves.pop()] == ["b", "a", None]
+
+
 def test_each_policy_is_known_by_its_name() -> None:
     assert all(POLICIES[name].name == name for name in POLICIES)

@@ -48,9 +48,6 @@ class Leaves(Generic[_Leaf]):
         self._heap: list[tuple[float, int, _Leaf]] = []  # older offers too
         self._serial = 0
 
-    def __contains__(self, leaf: _Leaf) -> bool:
-        return leaf in self._offers
-
     def offer(self, leaf: _Leaf, added: int, last_used: int, block_hash: BlockHash | None) -> None:
         """`leaf` is a candidate, with the rank that it has now."""
         self._serial += 1
@@ -72,7 +69,3 @@ class Leaves(Generic[_Leaf]):
                 del self._offers[leaf]
                 return leaf
         return None
-
-    def clear(self) -> None:
-        self._offers.clear()
-        self._heap.clear()

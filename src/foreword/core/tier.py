@@ -136,7 +136,7 @@ class Tier:
         """Forget all; returns what must be dropped."""
         dropped = [h for h, entry in self._entries.items() if entry.kept is not Kept.ABSENT]
         self._entries.clear()
-        self._leaves.clear()
+        self._leaves = Leaves(self._leaves.policy)
         self.num_blocks = 0
         return dropped
 
