@@ -37,8 +37,11 @@ class Record:
 class Trace:
     """Records whose ids have one size. Add all, then read them as often as wanted."""
 
-    def __init__(self, id_tokens: int) -> None:
+    def __init__(self, id_tokens: int, format_name: str = "") -> None:
+        """`format_name` is that of the file the records come from."""
         self.id_tokens = id_tokens
+        self.format_name = format_name
+        self.notes: list[str] = []  # what a reader of any figure from it should know
         self._ids = tempfile.TemporaryFile(buffering=1 << 20)  # noqa: SIM115 - closed by `close`
         self._offsets = array("q", (0,))  # of ids; a prompt's, then its answer's
         self._num_tokens = array("q")

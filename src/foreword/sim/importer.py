@@ -1,0 +1,199 @@
+"""Traces from files: finds out the format, reads it piece by piece, says in which line it is wrong.
+
+`read_trace` is for what follows prefixes, `read_lengths` for what needs arrivals and lengths alone.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from foreword.sim.formats import FORMATS
+from foreword.sim.formats.reading import Format, Lengths, Reader, Reading, ReadOptions
+from foreword.sim.ids import Coarsening
+from foreword.sim.pieces import Bad, Piece, Pieces, parsed
+from foreword.sim.trace import Record, Trace, TraceError
+
+_NUM_BAD_SHOWN = 3
+
+
+class NoPrefixes(TraceError):
+    """A trace of lengths alone: it does not say which prompts begin alike, so no hit rate may come
+    of it. `read_lengths` reads it."""
+
+
+def read_trace(source: Path | BinaryIO, options: ReadOptions | None = None) -> Trace:
+    """The requests of a file, of all files in a folder, or of a stream. Raises TraceError, which
+    names file and line; NoPrefixes; OSError."""
+    importing = _Importing(options or ReadOptions())
+    trace: Trace | None = None
+    try:
+        for record in importing.requests(source):
+            assert isinstance(record, Record)
+            if trace is None:
+                trace = Trace(record.id_tokens, importing.format_name)
+            trace.add(record)
+        if trace is None:
+            raise TraceError(f"{importing.file}: there is no request in it")
+        trace.notes = list(importing.notes())
+    except BaseException:
+        if trace is not None:
+            trace.close()
+        raise
+    return trace
+
+
+def read_lengths(source: Path | BinaryIO, options: ReadOptions | None = None) -> list[Lengths]:
+    """The same, without what the prompts share, by arrival. Raises as read_trace, without
+    NoPrefixes."""
+    importing = _Importing(options or ReadOptions(), lengths=True)
+    found = [_lengths(record) for record in importing.requests(source)]
+    return sorted(found, key=lambda lengths: lengths.arrival_s)
+
+
+def _lengths(record: Record | Lengths) -> Lengths:
+    if isinstance(record, Lengths):
+        return record
+    return Lengths(record.num_tokens, record.arrival_s, record.num_output_tokens, record.session)
+
+
+class _Importing:
+    """One trace on its way in. `file` and `place` say how far it is."""
+
+    def __init__(self, options: ReadOptions, *, lengths: bool = False) -> None:
+        self._options = options
+        self._lengths = lengths  # are they enough?
+        self._id_tokens: int | None = None
+        self._reading = Reading(options)
+        self._coarsening = None if options.coarsen is None else Coarsening(options.coarsen)
+        self._format: Format | None = None
+        self._reader: Reader | None = None
+        self._bad: list[str] = []  # the first ones
+        self._num_bad = 0
+        self._num_earlier = 0
+        self.file = self.place = ""
+
+    @property
+    def format_name(self) -> str:
+        return self._format.name if self._format else ""
+
+    def requests(self, source: Path | BinaryIO) -> Iterator[Record | Lengths]:
+        latest_s = float("-inf")
+        for record in chain.from_iterable(map(self._file, _files(source))):
+            self._num_earlier += record.arrival_s < latest_s
+            latest_s = max(latest_s, record.arrival_s)
+            yield record
+
+    def notes(self) -> Iterator[str]:
+        """What the reader of a figure should know of how it was read."""
+        if self._num_bad:
+            more = ", and more" if self._num_bad > len(self._bad) else ""
+            yield f"{self._num_bad} lines skipped: {'; '.join(self._bad)}{more}"
+        for note, num in self._reading.notes.items():
+            yield note.format(n=num)
+        if self._num_earlier and self._reading.clocked:
+            yield f"{self._num_earlier} requests stand after later ones; they are put in order"
+
+    def _file(self, source: Path | BinaryIO) -> Iterator[Record | Lengths]:
+        named = source if isinstance(source, Path) else getattr(source, "name", "")
+        self.file = str(named) if isinstance(named, Path | str) and named else "standard input"
+        if isinstance(source, Path):
+            with source.open("rb") as stream:
+                yield from self._stream(stream)
+        else:
+            yield from self._stream(source)
+
+    def _stream(self, stream: BinaryIO) -> Iterator[Record | Lengths]:
+        self.place, pieces = self.file, None
+        try:
+            pieces = Pieces(stream, _is_header)
+            for piece in pieces:
+                self.place = f"{self.file}, line {piece.line}"
+                yield from self._records(piece)
+        except Bad as bad:
+            if pieces is not None:
+                self.place = f"{self.file}, line {max(1, pieces.line)}"
+            self._refuse(bad)
+
+    def _records(self, piece: Piece) -> Iterable[Record | Lengths]:
+        try:
+            if isinstance(piece.content, Bad):
+                raise piece.content
+            item = parsed(piece.content) if isinstance(piece.content, bytes) else piece.content
+            if self._reader is None or self._format is None:
+                self._format = _format(item, self._options.format_name)
+                self._reader = self._format.reader(self._reading)
+            try:
+                found = list(self._reader.read(item))
+            except Bad as bad:
+                other = next((other for other in FORMATS if other.matches(item)), self._format)
+                if other is self._format:
+                    raise
+                raise Bad(
+                    f"it is of the format {other.name}, and what came before {self._format.name}"
+                ) from bad
+            return found if self._lengths else [self._with_prefix(one) for one in found]
+        except Bad as bad:
+            self._refuse(bad)
+            return ()
+
+    def _with_prefix(self, record: Record | Lengths) -> Record:
+        if isinstance(record, Lengths):
+            if self._id_tokens is not None:
+                raise Bad("it has lengths and no ids, where what came before has ids")
+            raise NoPrefixes(
+                f"{self.place}: this trace has lengths and no ids or text. Which prompts begin "
+                "alike is not in it: it gives arrivals, and no hit rate"
+            )
+        if self._coarsening is not None:
+            try:
+                record = self._coarsening.coarse(record)
+            except TraceError as error:
+                raise TraceError(f"{self.place}: {error}") from error
+        if self._id_tokens not in (None, record.id_tokens):
+            raise Bad(
+                f"an id stands for {record.id_tokens} tokens here and for {self._id_tokens} before"
+            )
+        self._id_tokens = record.id_tokens
+        return record
+
+    def _refuse(self, bad: Bad) -> None:
+        """Skips a bad line, or raises what is wrong with it."""
+        told = f"{self.place}: {bad}"
+        if self._options.on_bad == "error":
+            raise TraceError(told) from bad
+        self._num_bad += 1
+        if len(self._bad) < _NUM_BAD_SHOWN:
+            self._bad.append(told)
+
+
+def _files(source: Path | BinaryIO) -> list[Path] | list[BinaryIO]:
+    if not isinstance(source, Path):
+        return [source]
+    if not source.is_dir():
+        return [source]
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    if not files:
+        raise TraceError(f"{source}: there is no file in it")
+    return files
+
+
+def _is_header(names: Iterable[str]) -> bool:
+    return any(one.is_header(list(names)) for one in FORMATS)
+
+
+def _format(item: Mapping[str, Any], name: str | None) -> Format:
+    if name is not None:
+        found = next((one for one in FORMATS if one.name.lower() == name.lower()), None)
+        if found is None:
+            raise TraceError(f"no format {name!r}; there are {', '.join(_names())}")
+        return found
+    found = next((one for one in FORMATS if one.matches(item)), None)
+    if found is None:
+        keys = ", ".join(list(item)[:8]) or "nothing"
+        raise Bad(f"no known format has such a record (its keys: {keys}); known: {_names()}")
+    return found
+
+
+def _names() -> str:
+    return ", ".join(dict.fromkeys(one.name for one in FORMATS))
