@@ -104,15 +104,13 @@ class _Importing:
             yield from self._stream(source)
 
     def _stream(self, stream: BinaryIO) -> Iterator[Record | Lengths]:
-        self.place, pieces = self.file, None
+        self.place, pieces = self.file, Pieces(stream, _is_header)
         try:
-            pieces = Pieces(stream, _is_header)
             for piece in pieces:
                 self.place = f"{self.file}, line {piece.line}"
                 yield from self._records(piece)
         except Bad as bad:
-            if pieces is not None:
-                self.place = f"{self.file}, line {max(1, pieces.line)}"
+            self.place = f"{self.file}, line {max(1, pieces.line)}"
             self._refuse(bad)
 
     def _records(self, piece: Piece) -> Iterable[Record | Lengths]:

@@ -5,7 +5,6 @@ or object.
 """
 
 import csv
-import gzip
 import io
 import json
 import re
@@ -17,10 +16,9 @@ from foreword.sim.trace import TraceError
 
 LINE_BYTES_MAX: Final = 1 << 28  # a longer one would fill the memory before it says anything
 _CHUNK_BYTES: Final = 1 << 20
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_PACKED_BYTES: Final = 1 << 16  # of a packed stream at once: it may hold a thousand times as many
 _BOM = b"\xef\xbb\xbf"
 _OTHER_TEXT = (b"\xff\xfe", b"\xfe\xff")  # UTF-16
-_CUT_OFF = (EOFError, zlib.error, gzip.BadGzipFile)
 
 _OUTSIDE = re.compile(rb'["{}\[\]]')  # what matters outside of a JSON string
 _GAP = re.compile(rb"[ \t\r\n,]*")
@@ -63,45 +61,53 @@ def _buffered(chunks: Iterator[bytes]) -> "io.BufferedReader[_Raw]":
     return io.BufferedReader(_Raw(chunks), _CHUNK_BYTES)
 
 
-def _chunks(stream: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
-    return iter(lambda: stream.read(_CHUNK_BYTES), b"")
+def _chunks(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    return iter(lambda: stream.read(size), b"")
 
 
-def _unzst(stream: BinaryIO) -> Iterator[bytes]:
-    """Raises EOFError where the stream ends in the middle of a frame."""
+def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
+    return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+
+
+def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
     import zstandard  # an extra
 
-    opener = zstandard.ZstdDecompressor()
-    frame = None
-    for chunk in _chunks(stream):
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+
+
+# What a packed stream begins with; how a part of it is opened, and how that fails.
+_PACKINGS = {b"\x1f\x8b": _gzip, b"\x28\xb5\x2f\xfd": _zstd}
+
+
+def _unpack(stream: BinaryIO, opener: Callable[[], Any], fault: type[Exception]) -> Iterator[bytes]:
+    """What the parts of a packed stream hold, one after the other; all there is before a cut.
+    Raises Bad where it is damaged or ends in the middle of a part."""
+    part = None
+    for chunk in _chunks(stream, _PACKED_BYTES):
         while chunk:
-            frame = frame or opener.decompressobj()
+            part = part or opener()
             try:
-                yield frame.decompress(chunk)
-            except zstandard.ZstdError as error:
-                raise zlib.error(str(error)) from error
-            chunk = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("a zst stream ends before its end mark")
+                yield part.decompress(chunk)
+            except fault as error:
+                raise Bad(f"the file is damaged after this line: {error}") from error
+            chunk = part.unused_data.lstrip(b"\0") if part.eof else b""
+            part = None if part.eof else part
+    if part is not None:
+        raise Bad("the file is cut off after this line: what packed it has not ended")
 
 
 def unpacked(stream: BinaryIO) -> "io.BufferedReader[_Raw]":
     """The bytes of a stream, whatever packed them; a byte order mark is passed over. Raises Bad for
     text of another encoding, ModuleNotFoundError where zst is not installed."""
-    plain = _buffered(_chunks(stream))
+    plain = _buffered(_chunks(stream, _CHUNK_BYTES))
     magic = plain.peek(4)[:4]
-    if magic.startswith(_GZIP):
-        plain = _buffered(_chunks(gzip.GzipFile(fileobj=plain)))
-    elif magic.startswith(_ZSTD):
-        plain = _buffered(_unzst(plain))
-    try:
-        start = plain.peek(4)[:4]
-    except _CUT_OFF as error:
-        raise Bad(f"it cannot be unpacked: {error}") from error
-    if start.startswith(_OTHER_TEXT):
+    for start, packing in _PACKINGS.items():
+        if magic.startswith(start):
+            plain = _buffered(_unpack(plain, *packing()))
+    magic = plain.peek(4)[:4]
+    if magic.startswith(_OTHER_TEXT):
         raise Bad("it is UTF-16 text; save it as UTF-8")
-    if start.startswith(_BOM):
+    if magic.startswith(_BOM):
         plain.read(len(_BOM))
     return plain
 
@@ -110,32 +116,30 @@ class Pieces:
     """The pieces of one stream. `line` is the number of the line that was reached."""
 
     def __init__(self, stream: BinaryIO, is_header: Callable[[Sequence[str]], bool]) -> None:
-        """`is_header`: are these the names of a CSV file's columns? Raises Bad where nothing can be
-        read of the stream."""
+        """`is_header`: are these the names of a CSV file's columns?"""
         self.line = 0
         self._is_header = is_header
-        self._stream = unpacked(stream)
+        self._source = stream
+        self._stream: io.BufferedReader[_Raw]
 
     def __iter__(self) -> Iterator[Piece]:
         """Raises Bad where the stream is cut off, or where the next piece begins cannot be told:
         nothing comes after."""
-        try:
+        self._stream = unpacked(self._source)
+        first = self._next_line()
+        while first and not first.strip():
             first = self._next_line()
-            while first and not first.strip():
+        opening = first.strip()
+        # `[2026-...` begins a line of a log
+        if opening == b"{" or (opening.startswith(b"[") and not opening.startswith(b"[20")):
+            yield from self._values(first)
+        elif self._is_header(opening.decode(errors="replace").split(",")):
+            yield from self._rows(first)
+        else:
+            while first:
+                if first.strip():
+                    yield Piece(self.line, first.strip())
                 first = self._next_line()
-            opening = first.strip()
-            # `[2026-...` begins a line of a log
-            if opening == b"{" or (opening.startswith(b"[") and not opening.startswith(b"[20")):
-                yield from self._values(first)
-            elif self._is_header(opening.decode(errors="replace").split(",")):
-                yield from self._rows(first)
-            else:
-                while first:
-                    if first.strip():
-                        yield Piece(self.line, first.strip())
-                    first = self._next_line()
-        except _CUT_OFF as error:
-            raise Bad(f"the file is cut off or damaged after this line: {error}") from error
 
     def _next_line(self) -> bytes:
         line = self._stream.readline(LINE_BYTES_MAX + 1)

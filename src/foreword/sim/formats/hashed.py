@@ -54,7 +54,7 @@ class Mooncake:
             self._arrival_s(item, session, blocks[0]),
             num_output_tokens,
             session=session,
-            tenant=" ".join(filter(None, (text(item, "tenant"), text(item, "model")))),
+            tenant=f"{text(item, 'tenant')} {text(item, 'model')}".strip(),  # models share no KV
             num_cached_tokens=None if cached < 0 else cached,
         )
 

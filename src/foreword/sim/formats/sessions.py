@@ -91,7 +91,7 @@ class Sessions:
             arrival_s,
             count(request, "out", default=0),
             session=name,
-            tenant=tenant,
+            tenant=f"{tenant} {text(request, 'model')}".strip(),  # models share no KV
             ttft_s=ttft_s,
         )
 
