@@ -89,8 +89,7 @@ class _Importing:
         if self._num_bad:
             more = ", and more" if self._num_bad > len(self._bad) else ""
             yield f"{self._num_bad} lines skipped: {'; '.join(self._bad)}{more}"
-        for note, num in self._reading.notes.items():
-            yield note.format(n=num)
+        yield from self._reading.all_notes()
         if self._num_earlier and self._reading.clocked:
             yield f"{self._num_earlier} requests stand after later ones; they are put in order"
 
@@ -143,6 +142,9 @@ class _Importing:
                 f"{self.place}: this trace has lengths and no ids or text. Which prompts begin "
                 "alike is not in it: it gives arrivals, and no hit rate"
             )
+        cached = record.num_cached_tokens
+        if cached is not None and cached > record.num_tokens:
+            raise Bad(f"{cached} cached tokens of a prompt of {record.num_tokens}")
         if self._coarsening is not None:
             try:
                 record = self._coarsening.coarse(record)

@@ -10,19 +10,17 @@ kvcache-simulator add `session_id`, `delay` in ms after the row before, `block_s
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from foreword.sim.formats.reading import (
-    Format,
-    Lengths,
-    Reading,
-    count,
-    number,
-    prompt_tokens,
-    text,
-)
+from foreword.sim.formats.fields import count, number, prompt_tokens, text
+from foreword.sim.formats.reading import Format, Lengths, Reading
+from foreword.sim.formats.rows import RowClock
 from foreword.sim.pieces import Bad
 from foreword.sim.trace import Record
 
 _OF_BAILIAN = {"chat_id", "parent_chat_id"}
+_OTHERWISE = (
+    "{n} rows begin otherwise than the row before in their session; they are taken as they are, "
+    "where aiperf would send the session's earlier rows before them"
+)
 
 
 class Mooncake:
@@ -31,14 +29,15 @@ class Mooncake:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._block_size = reading.options.block_size or 512
-        self._last: dict[str, tuple[float, int]] = {}  # arrival and first id, by session
+        self._clock = RowClock(reading)
+        self._first_ids: dict[str, int] = {}  # by session, of the row before
 
     def read(self, item: Mapping[str, Any]) -> Iterator[Record | Lengths]:
         num_tokens = prompt_tokens(item, "input_length")
         num_output_tokens = count(item, "output_length", default=0)
         session = text(item, "session_id", "session")
         if item.get("hash_ids") is None:
-            arrival_s = self._arrival_s(item, session, None)
+            arrival_s = self._clock.arrival_s(item, session)
             yield Lengths(num_tokens, arrival_s, num_output_tokens, session)
             return
         id_tokens = count(item, "block_size", "block_tokens", default=self._block_size)
@@ -47,44 +46,26 @@ class Mooncake:
         cached = count(item, "cached_tokens", default=-1)
         ids = self._reading.ids
         blocks = ids.prompt(ids.numbers(item["hash_ids"]), num_tokens, id_tokens)
+        if session and "timestamp" not in item:
+            self._reading.notes[_OTHERWISE] += self._first_ids.get(session, blocks[0]) != blocks[0]
+            self._first_ids[session] = blocks[0]
         yield Record(
             num_tokens,
             blocks,
             id_tokens,
-            self._arrival_s(item, session, blocks[0]),
+            self._clock.arrival_s(item, session),
             num_output_tokens,
             session=session,
             tenant=f"{text(item, 'tenant')} {text(item, 'model')}".strip(),  # models share no KV
             num_cached_tokens=None if cached < 0 else cached,
         )
 
-    def _arrival_s(self, item: Mapping[str, Any], session: str, first_id: int | None) -> float:
-        stamp, delay = number(item, "timestamp"), number(item, "delay")
-        last = self._last.get(session) if session else None
-        if stamp is not None:
-            arrival_s = stamp / 1000
-        elif last is None:
-            arrival_s = self._reading.start_s() if session else 0.0
-        else:
-            arrival_s = last[0] + (delay or 0.0) / 1000
-            self._reading.notes[
-                "{n} arrivals count from the row before, without the time of its answer"
-            ] += 1
-            if last[1] != first_id:
-                self._reading.notes[
-                    "{n} rows begin otherwise than the row before in their session; they are taken "
-                    "as they are, where aiperf would send the session's earlier rows before them"
-                ] += 1
-        if session:
-            self._last[session] = (arrival_s, first_id or 0)
-        return arrival_s
-
 
 class Bailian:
     """Reads rows of Bailian's kind."""
 
     def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+        self._ids = reading.ids
         self._block_size = reading.options.block_size or 16
         self._roots: dict[str, str] = {}  # the first chat_id of each chat's chain
 
@@ -99,8 +80,8 @@ class Bailian:
         if item.get("hash_ids") is None:
             yield Lengths(num_tokens, stamp, num_output_tokens, root)
         else:
-            ids = self._reading.ids
-            blocks = ids.prompt(ids.numbers(item["hash_ids"]), num_tokens, self._block_size)
+            ids = self._ids.numbers(item["hash_ids"])
+            blocks = self._ids.prompt(ids, num_tokens, self._block_size)
             yield Record(
                 num_tokens, blocks, self._block_size, stamp, num_output_tokens, session=root
             )

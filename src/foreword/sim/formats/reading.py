@@ -2,18 +2,26 @@
 
 import math
 import random
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from foreword.sim.ids import IdSpace
+from foreword.sim.ids import Ids, IdSpace, words
 from foreword.sim.pieces import Bad
+from foreword.sim.text import TEXT_BYTES_PER_TOKEN, Tokenize, Tokens
 from foreword.sim.trace import Record
 
-Tokenize = Callable[[str], Sequence[int]]
-
-_COUNT_MAX: Final = 2**31  # more tokens are no request's
+MEDIA: Final = "<|media "  # begins a segment that stands for an image, a sound or a file
+_ESTIMATED = (
+    f"{TEXT_BYTES_PER_TOKEN} bytes of text count as a token in {{n}} prompts: an estimate; a "
+    "tokenizer gives the model's own"
+)
+_DRAWN = (
+    "{n} sessions have no clock in common: their starts are drawn at random, so how they "
+    "interleave is the experimenter's choice"
+)
 
 
 @dataclass(frozen=True)
@@ -49,21 +57,92 @@ class Lengths:
     session: str = ""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a log says of a request besides its text."""
+
+    arrival_s: float = 0.0
+    session: str = ""
+    tenant: str = ""
+    num_tokens: int | None = None  # of the prompt
+    num_output_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    ttft_s: float | None = None
+
+
 class Reading:
     """What the readers of one trace share."""
 
-    options: ReadOptions
-    ids: IdSpace = field(default_factory=IdSpace)
-    notes: Counter[str] = field(default_factory=Counter)  # texts with {n} for how often
-    clocked: bool = True  # False: the arrivals of sessions are drawn, not read
+    def __init__(self, options: ReadOptions) -> None:
+        self.options = options
+        self.ids = IdSpace()
+        self.tokens = Tokens(options.tokenize)
+        self.notes: Counter[str] = Counter()  # texts with {n} for how often
+        self.clocked = True  # False: the arrivals of sessions are drawn, not read
+        self._starts = random.Random(options.seed)
+        self._num_said = self._num_made = 0  # prompt tokens where a log counts them
 
-    def __post_init__(self) -> None:
-        self._starts = random.Random(self.options.seed)
+    def all_notes(self) -> Iterator[str]:
+        """What the reader of a figure from the trace should know."""
+        for note, num in self.notes.items():
+            if num:
+                yield note.format(n=num)
+        if self._num_said:
+            yield (
+                f"the log counts {self._num_said} prompt tokens where its text gives "
+                f"{self._num_made}; cached tokens keep their share"
+            )
+
+    def token_record(self, ids: Ids, output_ids: Ids, said: Said) -> Record:
+        """A request whose token ids the log has. Raises Bad where it contradicts itself."""
+        if not len(ids):
+            raise Bad("its prompt is empty")
+        if said.num_tokens not in (None, len(ids)):
+            raise Bad(f"{len(ids)} token ids, and it counts {said.num_tokens}")
+        return self._record(words(ids), words(output_ids), said)
+
+    def text_record(self, prompt: Sequence[str], answer: Sequence[str], said: Said) -> Record:
+        """A request whose text the log has, in segments. Raises Bad."""
+        ids = self.tokens.ids(prompt)
+        if not ids:
+            raise Bad("its prompt is empty")
+        if self.tokens.estimated:
+            self.notes[_ESTIMATED] += 1
+        num_media = sum(segment.startswith(MEDIA) for segment in prompt)
+        if num_media:
+            self.notes["{n} images, sounds or files count as the few tokens of their name"] += (
+                num_media
+            )
+        if said.num_tokens:
+            self._num_said += said.num_tokens
+            self._num_made += len(ids)
+            if said.num_cached_tokens is not None:
+                if said.num_cached_tokens > said.num_tokens:
+                    raise Bad(
+                        f"{said.num_cached_tokens} cached tokens of a prompt of {said.num_tokens}"
+                    )
+                share = said.num_cached_tokens / said.num_tokens
+                said = replace(said, num_cached_tokens=round(share * len(ids)))
+        return self._record(ids, self.tokens.ids(answer), said)
+
+    def _record(self, ids: "array[int]", output_ids: "array[int]", said: Said) -> Record:
+        return Record(
+            len(ids),
+            ids,
+            1,
+            said.arrival_s,
+            len(output_ids) or said.num_output_tokens or 0,
+            output_ids,
+            said.session,
+            said.tenant,
+            said.num_cached_tokens,
+            said.ttft_s,
+        )
 
     def start_s(self) -> float:
         """When a session begins that has no clock in common with others."""
         self.clocked = False
+        self.notes[_DRAWN] += 1
         return self._starts.uniform(0, self.options.spread_s)
 
 
@@ -85,77 +164,3 @@ class Format:
     reader: Callable[[Reading], Reader]
     is_header: Callable[[Sequence[str]], bool] = lambda names: False
     line: Callable[[str], Mapping[str, Any] | None] | None = None
-
-
-def first_of(item: Mapping[str, Any], *names: str) -> Any:
-    """The value of the first name that has one; None where none has."""
-    return next((item[name] for name in names if item.get(name) is not None), None)
-
-
-def count(item: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """A whole number from 0. Raises Bad, also where there is none and no default."""
-    found = first_of(item, *names)
-    if found is None:
-        if default is None:
-            raise Bad(f"there is no {' or '.join(names)}")
-        return default
-    if type(found) is not int or not 0 <= found < _COUNT_MAX:
-        raise Bad(f"{_name(item, names)} is {_shown(found)}, not a whole number from 0")
-    return found
-
-
-def prompt_tokens(item: Mapping[str, Any], *names: str) -> int:
-    """The length of a prompt. Raises Bad where it is empty."""
-    found = count(item, *names)
-    if found == 0:
-        raise Bad("its prompt is empty")
-    return found
-
-
-def number(item: Mapping[str, Any], *names: str) -> float | None:
-    """A finite number. Raises Bad."""
-    found = first_of(item, *names)
-    if found is None:
-        return None
-    if type(found) not in (int, float) or not abs(found) < 1e300:
-        raise Bad(f"{_name(item, names)} is {_shown(found)}, not a number")
-    return float(found)
-
-
-def text(item: Mapping[str, Any], *names: str) -> str:
-    """A name: a string, or a number as one. "" where there is none. Raises Bad."""
-    found = first_of(item, *names)
-    if found is None:
-        return ""
-    if type(found) not in (str, int):
-        raise Bad(f"{_name(item, names)} is {_shown(found)}, not a string")
-    return str(found)
-
-
-def mapping(item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """An object; an empty one where there is none. Raises Bad."""
-    found = first_of(item, *names)
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise Bad(f"{_name(item, names)} is {_shown(found)}, not an object")
-    return found
-
-
-def objects(item: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
-    """A list of objects; an empty one where there is none. Raises Bad."""
-    found = first_of(item, *names)
-    if found is None:
-        return []
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise Bad(f"{_name(item, names)} is {_shown(found)}, not a list of objects")
-    return found
-
-
-def _name(item: Mapping[str, Any], names: Sequence[str]) -> str:
-    return next(name for name in names if item.get(name) is not None)
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 40 else f"{shown[:37]}..."

@@ -9,16 +9,8 @@ ids as [first, how many] pairs.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from foreword.sim.formats.reading import (
-    Format,
-    Lengths,
-    Reading,
-    count,
-    number,
-    objects,
-    prompt_tokens,
-    text,
-)
+from foreword.sim.formats.fields import count, number, objects, prompt_tokens, text
+from foreword.sim.formats.reading import Format, Lengths, Reading
 from foreword.sim.pieces import Bad
 from foreword.sim.trace import Record
 
@@ -50,10 +42,6 @@ class Sessions:
         tenant = name if scope == "local" else ""
         yield from self._requests(requests, name, tenant, id_tokens, start_s)
         self._seen.add(name)
-        self._reading.notes[
-            "{n} sessions have no clock in common: their starts are drawn at random, so how they "
-            "interleave is the experimenter's choice"
-        ] += 1
 
     def _requests(
         self, requests: list[dict[str, Any]], name: str, tenant: str, id_tokens: int, start_s: float
