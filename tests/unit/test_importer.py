@@ -261,13 +261,16 @@ def test_what_is_no_trace():
         ([], "there is no request in it"),
         (["", " "], "there is no request in it"),
         ([{"hello": 1}], "line 1: no known format has such a record"),
-        (["hello", "world"], "line 1: no JSON"),
-        (["PAR1\x00\x01"], "line 1: no JSON"),
+        (["hello", "world"], "line 1: it is neither JSON nor of a known log: 'hello'"),
+        (["PAR1\x00\x01"], "line 1: it is neither JSON"),
+        (["hello", ROW], "line 1: it is neither JSON"),
     ):
         with pytest.raises(TraceError, match=what):
             read(*lines)
     with pytest.raises(TraceError, match="no request"):
         read("{", on_bad="skip")
+    with read("hello", "world", ROW, on_bad="skip") as trace:
+        assert trace.notes[0].startswith("2 lines skipped: standard input, line 1: it is neither")
     with pytest.raises(TraceError, match="no format 'parquet'; there are "):
         read(ROW, format_name="parquet")
     for wrong in ({"on_bad": "ignore"}, {"coarsen": 0}, {"block_size": -1}, {"spread_s": -1}):

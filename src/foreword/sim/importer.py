@@ -3,7 +3,7 @@
 `read_trace` is for what follows prefixes, `read_lengths` for what needs arrivals and lengths alone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,6 +68,8 @@ class _Importing:
         self._coarsening = None if options.coarsen is None else Coarsening(options.coarsen)
         self._format: Format | None = None
         self._reader: Reader | None = None
+        self._num_unread = 0  # lines before the format is known, of none that is
+        self._unread: tuple[Bad, str] | None = None  # the first of them, and where
         self._bad: list[str] = []  # the first ones
         self._num_bad = 0
         self._num_earlier = 0
@@ -79,10 +81,16 @@ class _Importing:
 
     def requests(self, source: Path | BinaryIO) -> Iterator[Record | Lengths]:
         latest_s = float("-inf")
-        for record in chain.from_iterable(map(self._file, _files(source))):
+        for record in chain(chain.from_iterable(map(self._file, _files(source))), self._end()):
             self._num_earlier += record.arrival_s < latest_s
             latest_s = max(latest_s, record.arrival_s)
             yield record
+
+    def _end(self) -> Iterator[Record | Lengths]:
+        if self._format is None:
+            self._refuse_unread()
+        if self._reader is not None:
+            yield from self._made(self._reader.end)
 
     def notes(self) -> Iterator[str]:
         """What the reader of a figure should know of how it was read."""
@@ -90,7 +98,7 @@ class _Importing:
             more = ", and more" if self._num_bad > len(self._bad) else ""
             yield f"{self._num_bad} lines skipped: {'; '.join(self._bad)}{more}"
         yield from self._reading.all_notes()
-        if self._num_earlier and self._reading.clocked:
+        if self._num_earlier and self._reading.in_order:
             yield f"{self._num_earlier} requests stand after later ones; they are put in order"
 
     def _file(self, source: Path | BinaryIO) -> Iterator[Record | Lengths]:
@@ -114,25 +122,66 @@ class _Importing:
 
     def _records(self, piece: Piece) -> Iterable[Record | Lengths]:
         try:
-            if isinstance(piece.content, Bad):
-                raise piece.content
-            item = parsed(piece.content) if isinstance(piece.content, bytes) else piece.content
-            if self._reader is None or self._format is None:
-                self._format = _format(item, self._options.format_name)
-                self._reader = self._format.reader(self._reading)
+            item = self._item(piece.content)
+            if item is None:
+                return ()
+            reader = self._reader_of(item)
+        except Bad as bad:
+            self._refuse(bad)
+            return ()
+        return self._made(lambda: reader.read(item), item)
+
+    def _item(self, content: bytes | Mapping[str, Any] | Bad) -> Mapping[str, Any] | None:
+        """What a piece holds; None for a line of a log that says nothing of requests."""
+        if isinstance(content, Bad):
+            raise content
+        if not isinstance(content, bytes):
+            return content
+        known = self._format
+        if content.startswith(b"{") or (known is not None and known.line is None):
+            item = parsed(content)
+            is_ours = known is None or known.line is None or known.matches(item)
+            return item if is_ours else None
+        line = content.decode(errors="replace")
+        formats = FORMATS if known is None else (known,)
+        said = (one.line(line) for one in formats if one.line is not None)
+        found = next((one for one in said if one is not None), None)
+        if found is None and known is None:
+            self._num_unread += 1
+            if self._unread is None:
+                shown = line if len(line) <= 60 else f"{line[:57]}..."
+                self._unread = Bad(f"it is neither JSON nor of a known log: {shown!r}"), self.place
+        return found
+
+    def _reader_of(self, item: Mapping[str, Any]) -> Reader:
+        if self._reader is None or self._format is None:
+            self._format = _format(item, self._options.format_name)
+            self._reader = self._format.reader(self._reading)
+            if self._format.line is None:  # no log, whose other lines could be passed over
+                self._refuse_unread()
+        return self._reader
+
+    def _made(
+        self,
+        read: Callable[[], Iterable[Record | Lengths]],
+        item: Mapping[str, Any] | None = None,
+    ) -> list[Record | Lengths]:
+        """What a reader makes, of `item` where it is given; nothing where that is bad."""
+        try:
             try:
-                found = list(self._reader.read(item))
+                found = list(read())
             except Bad as bad:
-                other = next((other for other in FORMATS if other.matches(item)), self._format)
-                if other is self._format:
+                known = self._format
+                other = next((one for one in FORMATS if item and one.matches(item)), known)
+                if other is known or other is None or known is None:
                     raise
                 raise Bad(
-                    f"it is of the format {other.name}, and what came before {self._format.name}"
+                    f"it is of the format {other.name}, and what came before {known.name}"
                 ) from bad
             return found if self._lengths else [self._with_prefix(one) for one in found]
         except Bad as bad:
             self._refuse(bad)
-            return ()
+            return []
 
     def _with_prefix(self, record: Record | Lengths) -> Record:
         if isinstance(record, Lengths):
@@ -157,9 +206,14 @@ class _Importing:
         self._id_tokens = record.id_tokens
         return record
 
-    def _refuse(self, bad: Bad) -> None:
+    def _refuse_unread(self) -> None:
+        if self._unread is not None:
+            self._refuse(*self._unread)
+            self._num_bad += self._num_unread - 1
+
+    def _refuse(self, bad: Bad, place: str | None = None) -> None:
         """Skips a bad line, or raises what is wrong with it."""
-        told = f"{self.place}: {bad}"
+        told = f"{place or self.place}: {bad}"
         if self._options.on_bad == "error":
             raise TraceError(told) from bad
         self._num_bad += 1

@@ -1,7 +1,29 @@
 """Formats of traces: a file for each family, and the order in which a file's first record is held
 against them."""
 
-from foreword.sim.formats import bodies, hashed, sessions
+from foreword.sim.formats import (
+    bodies,
+    chats,
+    gateways,
+    hashed,
+    lengths,
+    logs,
+    sessions,
+    spans,
+    tokens,
+    tracelab,
+)
 from foreword.sim.formats.reading import Format
 
-FORMATS: tuple[Format, ...] = (*sessions.FORMATS, *hashed.FORMATS, *bodies.FORMATS)
+FORMATS: tuple[Format, ...] = (
+    *sessions.FORMATS,
+    *tracelab.FORMATS,
+    *logs.FORMATS,
+    *tokens.FORMATS,
+    *hashed.FORMATS,
+    *gateways.FORMATS,
+    *spans.FORMATS,
+    *chats.FORMATS,
+    *lengths.FORMATS,
+    *bodies.FORMATS,  # the last: many a log has a request in it
+)

@@ -14,7 +14,7 @@ import numpy as np
 
 from foreword.sim.formats.chat import answer_segments, prompt_segments
 from foreword.sim.formats.fields import count, first_of, mapping, moment, objects, text
-from foreword.sim.formats.reading import Format, Lengths, Reading, Said
+from foreword.sim.formats.reading import Format, Lengths, Reader, Reading, Said
 from foreword.sim.formats.rows import RowClock
 from foreword.sim.pieces import Bad, parsed
 from foreword.sim.trace import Record
@@ -107,7 +107,7 @@ def body_records(
             yield reading.token_record(ids, np.empty(0, np.uint32), said)
 
 
-class Bodies:
+class Bodies(Reader):
     """Reads bodies, with or without what a log adds to them."""
 
     def __init__(self, reading: Reading) -> None:
@@ -127,7 +127,7 @@ class Bodies:
         yield from body_records(self._reading, body, answer, said)
 
 
-class Replayed:
+class Replayed(Reader):
     """Reads rows in Mooncake's form that have text in place of ids."""
 
     def __init__(self, reading: Reading) -> None:

@@ -44,7 +44,7 @@ def number(item: Mapping[str, Any], *names: str) -> float | None:
     return float(found)
 
 
-_UNITS = {"_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9, "Nano": 1e-9}
+_UNITS = {"_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9, "_nano": 1e-9, "Nano": 1e-9}
 _EPOCHS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))  # from which a number of seconds is none
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foreword.sim.formats.fields import count, number, prompt_tokens, text
-from foreword.sim.formats.reading import Format, Lengths, Reading
+from foreword.sim.formats.reading import Format, Lengths, Reader, Reading
 from foreword.sim.formats.rows import RowClock
 from foreword.sim.pieces import Bad
 from foreword.sim.trace import Record
@@ -23,7 +23,7 @@ _OTHERWISE = (
 )
 
 
-class Mooncake:
+class Mooncake(Reader):
     """Reads rows of Mooncake's kind."""
 
     def __init__(self, reading: Reading) -> None:
@@ -61,7 +61,7 @@ class Mooncake:
         )
 
 
-class Bailian:
+class Bailian(Reader):
     """Reads rows of Bailian's kind."""
 
     def __init__(self, reading: Reading) -> None:

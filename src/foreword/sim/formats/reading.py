@@ -2,11 +2,12 @@
 
 import math
 import random
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from foreword.sim.ids import Ids, IdSpace, words
 from foreword.sim.pieces import Bad
@@ -78,7 +79,7 @@ class Reading:
         self.ids = IdSpace()
         self.tokens = Tokens(options.tokenize)
         self.notes: Counter[str] = Counter()  # texts with {n} for how often
-        self.clocked = True  # False: the arrivals of sessions are drawn, not read
+        self.in_order = True  # False: requests are not read in the order in which they came
         self._starts = random.Random(options.seed)
         self._num_said = self._num_made = 0  # prompt tokens where a log counts them
 
@@ -113,6 +114,7 @@ class Reading:
             self.notes["{n} images, sounds or files count as the few tokens of their name"] += (
                 num_media
             )
+        cached = None
         if said.num_tokens:
             self._num_said += said.num_tokens
             self._num_made += len(ids)
@@ -121,8 +123,8 @@ class Reading:
                     raise Bad(
                         f"{said.num_cached_tokens} cached tokens of a prompt of {said.num_tokens}"
                     )
-                share = said.num_cached_tokens / said.num_tokens
-                said = replace(said, num_cached_tokens=round(share * len(ids)))
+                cached = round(said.num_cached_tokens / said.num_tokens * len(ids))
+        said = replace(said, num_cached_tokens=cached)
         return self._record(ids, self.tokens.ids(answer), said)
 
     def _record(self, ids: "array[int]", output_ids: "array[int]", said: Said) -> Record:
@@ -141,17 +143,21 @@ class Reading:
 
     def start_s(self) -> float:
         """When a session begins that has no clock in common with others."""
-        self.clocked = False
+        self.in_order = False
         self.notes[_DRAWN] += 1
         return self._starts.uniform(0, self.options.spread_s)
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """Reads one trace, record by record."""
 
+    @abstractmethod
     def read(self, item: Mapping[str, Any]) -> Iterable[Record | Lengths]:
         """The requests that one record of the file tells of. Raises Bad."""
-        ...
+
+    def end(self) -> Iterable[Record | Lengths]:
+        """The requests that are still to come after the last record. Raises Bad."""
+        return ()
 
 
 @dataclass(frozen=True)

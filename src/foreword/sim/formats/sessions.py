@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foreword.sim.formats.fields import count, number, objects, prompt_tokens, text
-from foreword.sim.formats.reading import Format, Lengths, Reading
+from foreword.sim.formats.reading import Format, Lengths, Reader, Reading
 from foreword.sim.pieces import Bad
 from foreword.sim.trace import Record
 
 
-class Sessions:
+class Sessions(Reader):
     """Reads one session at a time."""
 
     def __init__(self, reading: Reading) -> None:
