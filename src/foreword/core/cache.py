@@ -97,7 +97,7 @@ class KVCache:
             source = None
             fresh = self._take(num_fresh)
         assert fresh is not None
-        states = bytearray([BlockState.READY] * start + [BlockState.BLANK] * len(fresh))
+        states = bytearray(bytes([BlockState.READY]) * start + bytes(len(fresh)))  # others: BLANK
         end = node if start else None
         num_reused = start * self.block_size
         lease = Lease(chain, matched + fresh, states, num_reused, num_reused, start, end)
