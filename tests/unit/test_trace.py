@@ -14,6 +14,7 @@ def test_records_come_back_by_arrival_and_as_they_were() -> None:
         found = list(trace)
     assert [list(record.ids) for record in found] == [[2**32 - 1], [7, 8, 9], [7, 8, 9]]
     assert [record.arrival_s for record in found] == [0.0, 20.0, 20.0]
+    assert [record.place for record in found] == [0, 1, 2]
     assert (found[0].num_cached_tokens, found[0].ttft_s, found[0].session) == (None, None, "")
     assert (found[1].num_tokens, found[1].num_output_tokens, list(found[1].output_ids)) == (
         (5, 4, [1, 2])

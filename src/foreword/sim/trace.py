@@ -32,6 +32,7 @@ class Record:
     tenant: str = ""
     num_cached_tokens: int | None = None  # of the prompt, as was observed
     ttft_s: float | None = None  # as was observed
+    place: int = 0  # in the order of arrival; a Trace sets it
 
 
 class Trace:
@@ -42,7 +43,7 @@ class Trace:
         self.id_tokens = id_tokens
         self.format_name = format_name
         self.notes: list[str] = []  # what a reader of any figure from it should know
-        self._ids = tempfile.TemporaryFile(buffering=1 << 20)  # noqa: SIM115 - closed by `close`
+        self._ids = tempfile.TemporaryFile(buffering=1 << 16)  # noqa: SIM115 - closed by `close`
         self._offsets = array("q", (0,))  # of ids; a prompt's, then its answer's
         self._num_tokens = array("q")
         self._num_output_tokens = array("q")
@@ -113,6 +114,7 @@ class Trace:
             self._spelled[self._tenants[at]],
             None if cached < 0 else cached,
             None if ttft_s < 0 else ttft_s,
+            place,
         )
 
     def _read(self, part: int) -> "array[int]":
