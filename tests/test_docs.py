@@ -105,8 +105,12 @@ def test_commands_in_the_pages_exist() -> None:
 
 
 def test_settings_are_few() -> None:
-    """Options of what serves; those of benches and checks choose an experiment."""
-    serving = [name for name in COMMANDS if not name.startswith(("bench ", "verify"))]
+    """Options of what serves; those of benches, checks and plans choose an experiment."""
+    serving = [
+        name
+        for name in COMMANDS
+        if not name.startswith(("bench ", "verify", "plan", "replay", "trace "))
+    ]
     settings = {action.dest for name in serving for action in reference.arguments(name)}
     assert 0 < len(settings) <= SETTINGS_MAX
 

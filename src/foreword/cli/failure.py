@@ -18,7 +18,11 @@ ENGINE = (
     *("gguf", "jinja2", "numpy", "tqdm"),
 )
 # Package: the extra that brings it.
-PACKAGES = {**dict.fromkeys(ENGINE, "engine"), "zmq": "events", "msgspec": "events"}
+PACKAGES = {
+    **dict.fromkeys(ENGINE, "engine"),
+    **dict.fromkeys(("zmq", "msgspec"), "events"),
+    "matplotlib": "plot",
+}
 
 
 class Failure(Exception):

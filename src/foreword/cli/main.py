@@ -31,6 +31,7 @@ COMMANDS = {
     "cache path": ("foreword.cli.cache", False, "where this machine keeps KV on disk"),
     "cache clear": ("foreword.cli.cache", True, "let a running server forget all prefixes"),
     "events": ("foreword.cli.events", False, "what workers say that their caches gain and lose"),
+    "replay": ("foreword.cli.replay", False, "what a cache would have reused of recorded traffic"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
