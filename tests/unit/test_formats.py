@@ -6,65 +6,7 @@ import pytest
 
 from foreword.sim.importer import NoPrefixes, ReadOptions, read_lengths, read_trace
 from foreword.sim.trace import TraceError
-from traces import read, records, shared, stream
-
-ROUND = {
-    "provider": "claude",
-    "session_id": "claude:92ee",
-    "round_index": 0,
-    "input_tokens_total": 700,
-    "prefix_tokens": 300,
-    "newly_append_tokens": 400,
-    "output_tokens": 93,
-    "timing_events": [
-        {"event_type": "user_message", "timestamp": "2026-06-01T05:40:20.000Z"},
-        {"event_type": "text", "timestamp": "2026-06-01T05:40:29.887Z"},
-    ],
-}
-PAYLOAD = {
-    "id": "chatcmpl-1",
-    "trace_id": "t1",
-    "call_type": "acompletion",
-    "stream": True,
-    "status": "success",
-    "startTime": 1760428436.5,
-    "endTime": 1760428440.0,
-    "completionStartTime": 1760428437.0,
-    "model": "gpt-4o",
-    "cache_hit": None,
-    "prompt_tokens": 40,
-    "completion_tokens": 5,
-    "messages": [{"role": "user", "content": "Hello there, how are you?"}],
-    "response": {
-        "choices": [{"message": {"role": "assistant", "content": "Fine."}}],
-        "usage": {
-            "prompt_tokens": 40,
-            "completion_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 20},
-        },
-    },
-    "model_parameters": {"temperature": 0.5},
-    "metadata": {"user_api_key_hash": "88dc"},
-}
-ASKED = [{"role": "user", "parts": [{"type": "text", "content": "Weather in Paris?"}]}]
-ATTRIBUTES = {
-    "gen_ai.operation.name": "chat",
-    "gen_ai.request.model": "gpt-4o",
-    "gen_ai.conversation.id": "c1",
-    "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be short."}]),
-    "gen_ai.input.messages": json.dumps(ASKED),
-    "gen_ai.usage.input_tokens": 100,
-    "gen_ai.usage.output_tokens": 7,
-    "gen_ai.usage.cache_read.input_tokens": 75,
-}
-SPAN = {
-    "name": "chat gpt-4o",
-    "context": {"trace_id": "0x1", "span_id": "0x2"},
-    "start_time": "2026-01-02T03:04:05.500000Z",
-    "end_time": "2026-01-02T03:04:06.500000Z",
-    "attributes": ATTRIBUTES,
-    "events": [],
-}
+from traces import ASKED, ATTRIBUTES, PAYLOAD, ROUND, SPAN, read, records, shared, stream
 
 
 def otlp(*spans):

@@ -10,38 +10,7 @@ import pytest
 from foreword.sim.importer import NoPrefixes, ReadOptions, read_lengths, read_trace
 from foreword.sim.prompt import prompt_chain
 from foreword.sim.trace import TraceError
-from traces import ids, read, records, shared, stream
-
-ROW = {"timestamp": 27_482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 48]}
-SESSION = {
-    "id": "s1",
-    "models": ["m"],
-    "block_size": 64,
-    "hash_id_scope": "local",
-    "tool_tokens": 100,
-    "system_tokens": 20,
-    "requests": [
-        {"t": 0.0, "type": "n", "model": "m", "in": 130, "out": 9, "hash_ids": [1, 2]},
-        {
-            "t": 50.0,
-            "type": "subagent",
-            "agent_id": "agent_001",
-            "requests": [
-                {"t": 0.5, "type": "s", "model": "m", "in": 64, "out": 3, "hash_ids": [9]},
-                {"t": 60.0, "type": "s", "model": "m", "in": 64, "out": 3, "hash_ids": [9]},
-            ],
-        },
-        {
-            "t": 70,
-            "type": "s",
-            "model": "m",
-            "in": 192,
-            "out": 9,
-            "hash_ids": [1, 2, 3],
-            "ttft": 1.5,
-        },
-    ],
-}
+from traces import ROW, SESSION, ids, read, records, shared, stream
 
 
 def test_mooncake():
@@ -288,6 +257,10 @@ def test_lengths_alone_give_arrivals_and_no_hit_rate():
     lengths = {key: ROW[key] for key in ROW if key != "hash_ids"}
     with pytest.raises(NoPrefixes, match="line 1: this trace has lengths"):
         read({**lengths, "timestamp": 2000}, lengths)
+    with read(lengths, ROW, on_bad="skip") as trace:
+        assert trace.notes[0].startswith("1 lines skipped: standard input, line 1: it has lengths")
+    with pytest.raises(NoPrefixes, match="line 1: this trace has lengths"):
+        read(lengths, lengths, on_bad="skip")
     found = read_lengths(stream(lengths, {**ROW, "timestamp": 2000}))
     assert [(one.num_tokens, one.arrival_s, one.num_output_tokens) for one in found] == [
         (1200, 2.0, 52),

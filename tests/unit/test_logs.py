@@ -6,37 +6,7 @@ import pytest
 
 from foreword.sim.importer import ReadOptions, read_trace
 from foreword.sim.trace import TraceError
-from traces import read, records, stream
-
-HEAD = "(APIServer pid=7) {} 11-30 12:00:0{} [logger.py:45] "
-VLLM = [
-    "INFO 11-30 11:59:58 [api_server.py:1995] vLLM API server version 0.32.0, args: {'a': 1}",
-    "WARNING: it can't be helped",
-    HEAD.format("DEBUG", 1) + "Request cmpl-1 details: prompt: 'it''s prompt_token_ids: [9]', "
-    "prompt_token_ids: [1, 2, 3], prompt_embeds shape: None.",
-    HEAD.format("INFO", 1) + "Received request cmpl-1: params: SamplingParams(n=1), "
-    "lora_request: None.",
-    HEAD.format("DEBUG", 1) + 'Request cmpl-2 details: prompt: "it\'s", '
-    "prompt_token_ids: [1, 2, 4, 5], prompt_embeds shape: None.",
-    HEAD.format("INFO", 1) + "Received request cmpl-2: params: SamplingParams(n=1), "
-    "lora_request: LoRARequest(lora_name='sql', lora_int_id=1, lora_path='/l').",
-    HEAD.format("INFO", 2) + "Generated response cmpl-2 (streaming delta): output: 'x', "
-    "output_token_ids: [6], finish_reason: None",
-    HEAD.format("INFO", 3) + "Generated response cmpl-2 (streaming complete): output: 'xy', "
-    "output_token_ids: [6, 7], finish_reason: stop",
-    'INFO:     127.0.0.1:5000 - "POST /v1/completions HTTP/1.1" 200 OK',
-]
-OLD = (
-    "INFO 11-30 12:00:01 [logger.py:39] Received request cmpl-9: prompt: 'a b', params: "
-    "SamplingParams(n=1, stop=['x']), prompt_token_ids: [1, 2], prompt_embeds shape: None, "
-    "lora_request: None, prompt_adapter_request: None."
-)
-FINISH = (
-    "[2025-05-27 20:00:14 TP0] Finish: obj=GenerateReqInput(rid='r1', text=\"it's input_ids=[8]\", "
-    "input_ids=[5, 6, 7], lora_path=None, stream=True), out={'text': 'a', 'output_ids': [8, 9], "
-    "'meta_info': {'id': 'r1', 'finish_reason': {'type': 'length', 'length': 2}, "
-    "'prompt_tokens': 3, 'completion_tokens': 2, 'cached_tokens': 1, 'e2e_latency': 1.5}}"
-)
+from traces import FINISH, OLD_VLLM, VLLM, read, records, stream
 
 
 def test_vllm():
@@ -48,13 +18,13 @@ def test_vllm():
     assert [list(record.output_ids) for record in (one, two)] == [[], [6, 7]]
     assert two.arrival_s == pytest.approx(1e-6, rel=0.5), "after the other of its second"
     assert (one.tenant, two.tenant) == ("", "sql")
-    (old,), _ = records(*VLLM[:2], OLD)
+    (old,), _ = records(*VLLM[:2], OLD_VLLM)
     assert list(old.ids) == [1, 2]
 
 
 def test_vllms_log_over_new_year():
-    late = OLD.replace("11-30", "12-31").replace("cmpl-9", "cmpl-8")
-    (one, two), _ = records(late, OLD.replace("11-30", "01-01"))
+    late = OLD_VLLM.replace("11-30", "12-31").replace("cmpl-9", "cmpl-8")
+    (one, two), _ = records(late, OLD_VLLM.replace("11-30", "01-01"))
     assert two.arrival_s - one.arrival_s == pytest.approx(86_400)
 
 

@@ -34,7 +34,8 @@ def read_trace(source: Path | BinaryIO, options: ReadOptions | None = None) -> T
                 trace = Trace(record.id_tokens, importing.format_name)
             trace.add(record)
         if trace is None:
-            raise TraceError(f"{importing.file}: there is no request in it")
+            empty = TraceError(f"{importing.file}: there is no request in it")
+            raise importing.no_prefixes or empty
         trace.notes = list(importing.notes())
     except BaseException:
         if trace is not None:
@@ -73,6 +74,7 @@ class _Importing:
         self._bad: list[str] = []  # the first ones
         self._num_bad = 0
         self._num_earlier = 0
+        self.no_prefixes: NoPrefixes | None = None  # where the first request has lengths alone
         self.file = self.place = ""
 
     @property
@@ -185,12 +187,15 @@ class _Importing:
 
     def _with_prefix(self, record: Record | Lengths) -> Record:
         if isinstance(record, Lengths):
-            if self._id_tokens is not None:
-                raise Bad("it has lengths and no ids, where what came before has ids")
-            raise NoPrefixes(
-                f"{self.place}: this trace has lengths and no ids or text. Which prompts begin "
-                "alike is not in it: it gives arrivals, and no hit rate"
-            )
+            if self._id_tokens is None:
+                reason = NoPrefixes(
+                    f"{self.place}: this trace has lengths and no ids or text. Which prompts begin "
+                    "alike is not in it: it gives arrivals, and no hit rate"
+                )
+                if self._options.on_bad == "error":
+                    raise reason
+                self.no_prefixes = self.no_prefixes or reason
+            raise Bad("it has lengths and no ids, where other requests have ids")
         cached = record.num_cached_tokens
         if cached is not None and cached > record.num_tokens:
             raise Bad(f"{cached} cached tokens of a prompt of {record.num_tokens}")

@@ -48,7 +48,12 @@ def _ids(shown: str) -> list[int] | None:
     """Raises Bad for ids that were cut."""
     if " ... " in shown:
         raise Bad("the middle of its token ids is cut out: log at level 3")
-    return [int(one) for one in shown[1:-1].split(",") if one.strip()] if shown != "None" else None
+    if shown == "None":
+        return None
+    try:
+        return [int(one) for one in shown[1:-1].split(",")] if shown != "[]" else []
+    except ValueError as error:
+        raise Bad("its token ids are no list of numbers") from error
 
 
 def vllm_line(line: str) -> Mapping[str, Any] | None:

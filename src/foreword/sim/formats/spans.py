@@ -100,7 +100,8 @@ class _Span:
         self.fields = fields
         given = fields.get("attributes")
         if isinstance(given, list):
-            self.attributes = {str(one.get("key")): _value(one.get("value")) for one in given}
+            pairs = objects(fields, "attributes")
+            self.attributes = {str(one.get("key")): _value(one.get("value")) for one in pairs}
         elif given is None:
             self.attributes = dict(fields)  # flat: the attributes are the fields
         else:
@@ -136,9 +137,10 @@ def _value(value: object) -> object:
         return value
     kind, inner = next(iter(value.items()))
     if kind == "arrayValue":
-        return [_value(one) for one in inner.get("values", ())]
+        return [_value(one) for one in objects(mapping(value, kind), "values")]
     if kind == "kvlistValue":
-        return {one.get("key"): _value(one.get("value")) for one in inner.get("values", ())}
+        pairs = objects(mapping(value, kind), "values")
+        return {str(one.get("key")): _value(one.get("value")) for one in pairs}
     return int(inner) if kind == "intValue" and str(inner).lstrip("-").isdigit() else inner
 
 
