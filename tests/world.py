@@ -12,8 +12,8 @@ from random import Random
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import Sequence
+from foreword.core.scheduler import Scheduler
+from foreword.engine.sample import Sample
 from laws import Listener, Slots, check_index, check_leases, check_pool
 
 ROOTS = [BlockHash(bytes([i]) * 32) for i in range(2)]
@@ -76,7 +76,7 @@ class World:
         request = Request(str(number), tuple(prompt), SamplingParams(num_new), n=1)
         root = self.random.choice(ROOTS)
         samples = [
-            Sequence(request, index, Chain(root, self.block_size, prompt), 0, None)
+            Sample(request, index, Chain(root, self.block_size, prompt), 0, None)
             for index in range(self.random.choice([1, 1, 1, 2, 3]))
         ]
         self.live += samples

@@ -12,7 +12,7 @@ from foreword.cli.verify import compare
 from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
-from foreword.engine import sequence as sequence_module
+from foreword.engine import sample as sample_module
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.runner import Part, Runner
 from foreword.engine.settings import EngineSettings
@@ -271,14 +271,14 @@ def test_a_stopped_engine_says_so(settings):
 
 
 def test_a_fault_ends_one_request_and_not_its_neighbours(settings, monkeypatch, caplog):
-    choose = sequence_module.sample
+    choose = sample_module.sample
 
     def sample(logits, params, draw):
         if params.top_k == 7:
             raise ZeroDivisionError("a fault")
         return choose(logits, params, draw)
 
-    monkeypatch.setattr(sequence_module, "sample", sample)
+    monkeypatch.setattr(sample_module, "sample", sample)
 
     async def work(engine):
         good = SamplingParams(30, temperature=0.0, ignore_eos=True)

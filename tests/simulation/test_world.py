@@ -5,8 +5,8 @@ import pytest
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
 from foreword.core.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import Sequence
+from foreword.core.scheduler import Scheduler
+from foreword.engine.sample import Sample
 from laws import Slots
 from world import ROOTS, World
 
@@ -45,7 +45,7 @@ def test_samples_share_the_prompt():
     scheduler = Scheduler(cache, 8, 100, 100)
     slots = Slots(64, 4)
     request = Request("r", tuple(range(22)), SamplingParams(3), n=4)
-    samples = [Sequence(request, i, Chain(ROOTS[0], 4, range(22)), 0, None) for i in range(4)]
+    samples = [Sample(request, i, Chain(ROOTS[0], 4, range(22)), 0, None) for i in range(4)]
     scheduler.add(samples)
     computed = []
     for _ in range(2):

@@ -18,10 +18,11 @@ from foreword.cli.measure import Reply, add_model_arguments, ask, engine_setting
 from foreword.cli.settings import count
 from foreword.core.errors import RequestFailed
 from foreword.core.request import Output
+from foreword.core.scheduler import Step
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.model import load_model
 from foreword.engine.runner import Part
-from foreword.engine.scheduler import Step
+from foreword.engine.sample import Sample
 from foreword.engine.stream import Stream
 
 WORDS = [
@@ -152,7 +153,7 @@ class WatchedEngine(TorchEngine):
 
     most_running = most_leased = 0
 
-    def _step(self, step: Step) -> list[tuple[Stream, Output | RequestFailed]]:
+    def _step(self, step: Step[Sample]) -> list[tuple[Stream, Output | RequestFailed]]:
         self.most_running = max(self.most_running, len(self.scheduler.running))
         self.most_leased = max(self.most_leased, self.cache.pool.num_leased)
         return super()._step(step)

@@ -21,7 +21,7 @@ from foreword.cli.measure import engine_settings
 from foreword.core.request import Output, Request, SamplingParams
 from foreword.engine.engine import BLOCK_SIZE, TorchEngine
 from foreword.engine.model import DTYPES
-from foreword.engine.sequence import Sequence as Sample
+from foreword.engine.sample import Sample
 from foreword.engine.settings import EngineSettings
 
 

@@ -25,12 +25,12 @@ from foreword.core.errors import EngineBusy, EngineStopped, RequestFailed
 from foreword.core.events import Publish
 from foreword.core.identity import Identity
 from foreword.core.request import ModelCard, Output, Request, check_request
+from foreword.core.scheduler import Scheduler, Step
 from foreword.core.stats import EngineStats
 from foreword.engine.grammar import Grammars
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.runner import Runner
-from foreword.engine.scheduler import Scheduler, Step
-from foreword.engine.sequence import Sequence
+from foreword.engine.sample import Sample
 from foreword.engine.settings import EngineSettings
 from foreword.engine.stats import Counts
 from foreword.engine.stream import Letter, Stream, put, settle
@@ -68,7 +68,7 @@ class TorchEngine:
         self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
         for number, store in enumerate(stores):
             self.cache.lower.resize(number, store.capacity)  # it may have found more than that
-        self.scheduler = Scheduler(
+        self.scheduler: Scheduler[Sample] = Scheduler(
             self.cache,
             settings.max_num_seqs,
             settings.max_batch_tokens,
@@ -86,7 +86,7 @@ class TorchEngine:
         )
         self._text = Text(model, self._card.max_model_len)
         self._grammars = Grammars(model.tokenizer, model.vocab_size, model.end_token_id)
-        self._streams: dict[Sequence, Stream] = {}
+        self._streams: dict[Sample, Stream] = {}
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
         self._clearing: list[Future[bool]] = []
         self._draining = False
@@ -314,7 +314,7 @@ class TorchEngine:
         # One more for all others: of 128 samples that wait, each with its own, few run at a time.
         shared = chain.copy() if request.n > 1 else chain
         stream.samples = [
-            Sequence(
+            Sample(
                 request,
                 index,
                 shared if index else chain,
@@ -334,14 +334,14 @@ class TorchEngine:
         self._forget([s for s in stream.samples if s in self._streams])
         return RequestFailed(f"The server failed at request {request_id}; its log says why.")
 
-    def _forget(self, sequences: Items[Sequence]) -> None:
+    def _forget(self, sequences: Items[Sample]) -> None:
         if not sequences:
             return
         self.scheduler.finish(sequences)
         for sequence in sequences:
             del self._streams[sequence]
 
-    def _step(self, step: Step) -> list[tuple[Stream, Output | RequestFailed]]:
+    def _step(self, step: Step[Sample]) -> list[tuple[Stream, Output | RequestFailed]]:
         """Run one step and tell the cache; returns what each stream gained."""
         begin_s = time.perf_counter()
         for sequence, copy in step.copies:
@@ -358,7 +358,7 @@ class TorchEngine:
         rows = torch.split(logits, [part.num_logits for part in parts])
         settled = [self.scheduler.settle(sequence, num) for sequence, num in step.work]
         self.transfer.perform(self.cache.lower.take_effects())
-        ready: list[Sequence] = []
+        ready: list[Sample] = []
         outputs: list[tuple[Stream, Output | RequestFailed]] = []
         for (sequence, _num), part, own, is_ready in zip(
             step.work, parts, rows, settled, strict=True
@@ -380,7 +380,7 @@ class TorchEngine:
         self._forget([sequence for sequence in ready if sequence.finish_reason is not None])
         return outputs
 
-    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> Output:
+    def _sample(self, sequence: Sample, logits: torch.Tensor) -> Output:
         return sequence.advance(logits, self.model.eos_token_ids)
 
     def _deliver(self, outputs: Items[tuple[Stream, Output | RequestFailed]]) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from foreword.core.errors import EngineStopped, RequestFailed
 from foreword.core.request import Output, Request
-from foreword.engine.sequence import Sequence
+from foreword.engine.sample import Sample
 
 log = logging.getLogger("foreword.engine")
 
@@ -23,7 +23,7 @@ class Stream:
         self.queue: asyncio.Queue[Output | EngineStopped | RequestFailed] = asyncio.Queue()
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
-        self.samples: list[Sequence] = []
+        self.samples: list[Sample] = []
 
 
 Letter = tuple[Stream, Output | EngineStopped | RequestFailed]

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.request import Request, SamplingParams
-from foreword.engine.sequence import Sequence
+from foreword.engine.sample import Sample
 from foreword.engine.text import TextStream
 
 # As in Llama 2 and Gemma: a character outside the vocabulary is written as its bytes.
@@ -57,7 +57,7 @@ def answered(likes: list[int], **changes: Any) -> tuple[str, str | None, int]:
     params = SamplingParams(temperature=0, **{"max_tokens": 5, **changes})
     request = Request("id", (1, 2), params)
     text = TextStream(byte_fallback(), params.stop)
-    sequence = Sequence(request, 0, Chain(BlockHash(bytes(32)), 4, request.prompt), 0, text)
+    sequence = Sample(request, 0, Chain(BlockHash(bytes(32)), 4, request.prompt), 0, text)
     logits = torch.zeros(len(VOCAB))
     for rank, token_id in enumerate(likes):
         logits[token_id] = 5.0 - rank

@@ -9,23 +9,26 @@ tier is loading runs, and does not compute until it came or is lost.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.lease import Copy, Load, Probe
-from foreword.engine.sequence import Sequence
+from foreword.core.sequence import Sequence
+
+_Sequence = TypeVar("_Sequence", bound=Sequence)
 
 
 @dataclass(slots=True)
-class Step:
+class Step(Generic[_Sequence]):
     """What to run: the copies first, then the new tokens of each sequence. Loads go their way."""
 
     loads: list[Load] = field(default_factory=list)
-    copies: list[tuple[Sequence, Copy]] = field(default_factory=list)
-    work: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[tuple[_Sequence, Copy]] = field(default_factory=list)
+    work: list[tuple[_Sequence, int]] = field(default_factory=list)
 
 
-class Scheduler:
+class Scheduler(Generic[_Sequence]):
     """`max_batch_tokens` bounds a step while anything decodes next to it, and `max_prefill_tokens`
     when nothing does: large chunks are cheaper but would stall the streams."""
 
@@ -33,16 +36,16 @@ class Scheduler:
         self, cache: KVCache, max_num_seqs: int, max_batch_tokens: int, max_prefill_tokens: int
     ) -> None:
         self.cache = cache
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[_Sequence] = deque()
+        self.running: list[_Sequence] = []
         self.num_preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
-        self._probed: dict[Chain, Sequence] = {}
+        self._probed: dict[Chain, _Sequence] = {}
 
-    def add(self, samples: list[Sequence]) -> list[Probe]:
+    def add(self, samples: list[_Sequence]) -> list[Probe]:
         """Queue the samples of one request: the first computes the prompt for all of them. It waits
         for what the probes find; each is to be told `found`, soon."""
         samples[0].siblings = samples[1:]
@@ -66,10 +69,10 @@ class Scheduler:
         if not sequence.num_probes:
             del self._probed[probe.chain]
 
-    def schedule(self) -> Step:
+    def schedule(self) -> Step[_Sequence]:
         """The next step. Empty when nothing waits or runs, when all that do wait for a tier, or
         when the only one that ran was preempted and waits for its turn again."""
-        step = Step()
+        step: Step[_Sequence] = Step()
         num_preemptions = self.num_preemptions
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
@@ -89,7 +92,7 @@ class Scheduler:
             self._admit(step, budget)
         return step
 
-    def settle(self, sequence: Sequence, num_tokens: int) -> bool:
+    def settle(self, sequence: _Sequence, num_tokens: int) -> bool:
         """`num_tokens` were computed. True when the newest token's logits are wanted: sample."""
         assert sequence.lease is not None
         self.cache.filled(sequence.lease, num_tokens)
@@ -98,7 +101,7 @@ class Scheduler:
         sequence.note_reuse()
         return True
 
-    def start_siblings(self, sequence: Sequence) -> None:
+    def start_siblings(self, sequence: _Sequence) -> None:
         """The prompt is computed: the other samples start from its blocks."""
         if sequence.siblings:
             assert sequence.lease is not None
@@ -106,7 +109,7 @@ class Scheduler:
             self.waiting.extendleft(reversed(sequence.siblings))
             sequence.siblings = []
 
-    def finish(self, sequences: Iterable[Sequence]) -> None:
+    def finish(self, sequences: Iterable[_Sequence]) -> None:
         """Forget sequences, done or cancelled, and release what they lease."""
         gone = dict.fromkeys(sequences)
         for sequence in gone:
@@ -117,8 +120,8 @@ class Scheduler:
         self.running = [s for s in self.running if s not in gone]
         self.waiting = deque(s for s in self.waiting if s not in gone)
 
-    def _admit(self, step: Step, budget: int) -> None:
-        passed_over: list[Sequence] = []
+    def _admit(self, step: Step[_Sequence], budget: int) -> None:
+        passed_over: list[_Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
             if sequence.num_probes:
@@ -137,7 +140,6 @@ class Scheduler:
                 continue
             sequence.lease, effects = admitted
             self.running.append(sequence)
-            sequence.prompt_logprobs.clear()  # of an admission before a preemption
             loads = [effect for effect in effects if isinstance(effect, Load)]
             if loads:
                 step.loads += loads
@@ -149,7 +151,7 @@ class Scheduler:
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed_over))
 
-    def _make_room(self, sequence: Sequence, step: Step) -> bool:
+    def _make_room(self, sequence: _Sequence, step: Step[_Sequence]) -> bool:
         """Lease a slot for the newest token, preempting the youngest while there is no room."""
         assert sequence.lease is not None
         while not self.cache.extend(sequence.lease, len(sequence.chain)):
@@ -159,7 +161,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, step: Step) -> None:
+    def _preempt(self, sequence: _Sequence, step: Step[_Sequence]) -> None:
         """Take back a lease. What was computed stays cached: a soon return is cheap."""
         assert sequence.lease is not None
         if sequence.lease.num_computed_tokens > sequence.lease.num_reused_tokens:

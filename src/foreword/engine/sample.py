@@ -1,22 +1,20 @@
-"""One sample of a request on its way through the engine: its tokens, lease and text."""
+"""Sample: a sequence as the engine runs it, which draws its tokens and writes its text."""
 
 from collections.abc import Collection
 
 from torch import Tensor
 
 from foreword.core.block import Chain
-from foreword.core.lease import Lease
 from foreword.core.request import FinishReason, Output, Request, TokenLogprob
+from foreword.core.sequence import Sequence
 from foreword.engine.attention import Part
 from foreword.engine.grammar import Matcher
 from foreword.engine.sampler import adjusted, sample, token_logprob, uniform
 from foreword.engine.text import TextStream
 
-_MAX_LOGITS = 256  # rows of a step for one sequence; each is as wide as the vocabulary
 
-
-class Sequence:
-    """`chain` holds the prompt, then what was sampled. The newest sampled token has no KV yet."""
+class Sample(Sequence):
+    """A sequence of the scheduler, with how its tokens are drawn and what text they make."""
 
     def __init__(
         self,
@@ -27,53 +25,15 @@ class Sequence:
         text: TextStream,
         matcher: Matcher | None = None,
     ) -> None:
+        """`chain` holds the request's prompt."""
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        super().__init__(chain, index, wants_prompt=wants_prompt)
         self.request = request
-        self.index = index
-        self.chain = chain
         self.seed = seed
         self.text = text
         self._matcher = matcher
-        self.shares_chain = index > 0  # with other samples, which grow in other ways
-        self.arrival = 0  # order of admission; the youngest is preempted first
-        self.lease: Lease | None = None
-        self.siblings: list[Sequence] = []  # samples that start when the prompt is computed
-        self.num_probes = 0  # that tiers have not answered yet
-        self.elsewhere: dict[int, int] = {}  # what they answered: leading blocks by tier
-        self.num_cached_tokens: int | None = None  # of the prompt: what nobody computed for it
-        self.restored: dict[int, int] = {}  # of these, tokens by tier
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.chain) - len(self.request.prompt)
-
-    @property
-    def num_uncomputed(self) -> int:
-        assert self.lease is not None
-        return len(self.chain) - self.lease.num_computed_tokens
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.num_sampled > 0 and self.num_uncomputed == 1
-
-    @property
-    def reports_prompt(self) -> bool:
-        """Whether logits of all its prompt are wanted still."""
-        wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
-        return wanted and self.num_sampled == 0
-
-    def take_chain(self) -> None:
-        """Before it runs: from here on its chain is its own."""
-        if self.shares_chain:
-            self.chain, self.shares_chain = self.chain.copy(), False
-
-    def note_reuse(self) -> None:
-        """Keep what the first lease reused: a later one reuses what was computed under it."""
-        assert self.lease is not None
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = self.lease.num_reused_tokens
-            self.restored = dict(self.lease.restored)
 
     def part(self, num_tokens: int) -> Part:
         """The next tokens to compute, as a part of a step."""
@@ -83,14 +43,11 @@ class Sequence:
         num_logits = num_tokens if self.reports_prompt else int(stop == len(self.chain))
         return Part(self.lease.block_ids, start, self.chain.token_ids[start:stop], num_logits)
 
-    def chunk(self, budget: int, num_left: int) -> int:
-        """How many of the tokens that are left to compute next, within a budget."""
-        return min(budget, num_left, _MAX_LOGITS if self.reports_prompt else budget)
-
     def take_prompt(self, logits: Tensor, start: int) -> None:
         """Logits [tokens, vocab] of the prompt's tokens from position `start` on, each of which
         predicts the next one."""
         num_top = self.request.sampling.prompt_logprobs or 0
+        del self.prompt_logprobs[start:]  # of an admission before a preemption
         following = self.request.prompt[start + 1 : start + 1 + len(logits)]
         for row, token_id in zip(logits, following, strict=False):  # the last one's is sampled
             self.prompt_logprobs.append(token_logprob(row, token_id, num_top))
