@@ -1,0 +1,88 @@
+"""What steps and loads cost, and what can be learnt of it from steps."""
+
+from itertools import product
+
+import pytest
+
+from foreword.core.cost import StepCost, StepFit, StepWork, TierCost, num_pairs
+
+COST = StepCost(2e-4, 3e-8, 5e-3, 1e-3, 4e-8, 7e-3)
+
+
+def work(num_tokens: int, context: int, num_decoding: int) -> StepWork:
+    made = StepWork()
+    made.add(num_tokens, context)
+    for _ in range(num_decoding):
+        made.add(1, 3 * context, is_decoding=True)
+    return made
+
+
+STEPS = [work(*of) for of in product((0, 1, 64, 500), (0, 10, 900), (0, 1, 7)) if of[0] or of[2]]
+
+
+def test_each_token_attends_to_all_before_it_and_itself() -> None:
+    assert num_pairs(3, 10) == 11 + 12 + 13
+    assert num_pairs(0, 10) == 0
+
+
+def test_a_prefill_in_chunks_costs_what_it_costs_at_once_but_for_the_steps() -> None:
+    chunks_s = COST.prefill_s(60) + COST.prefill_s(40, 60)
+    once_s = COST.prefill_s(100)
+    assert chunks_s == pytest.approx(once_s + COST.per_step_s + COST.per_prefill_s)
+    assert COST.prefill_s(0, 60) == 0
+
+
+def test_a_step_of_many_costs_less_than_many_steps() -> None:
+    both = work(64, 0, 2)
+    assert COST.step_s(both) == pytest.approx(
+        COST.prefill_s(64) + 2 * COST.per_decode_s + 2 * COST.per_decode_pair_s
+    )
+
+
+def test_costs_are_found_again() -> None:
+    fit = StepFit()
+    for step in STEPS:
+        fit.add(step, COST.step_s(step))
+    found = fit.solve()
+    assert found is not None
+    assert fit.num_steps == len(STEPS)
+    for step in STEPS:
+        assert found.step_s(step) == pytest.approx(COST.step_s(step), rel=1e-6)
+
+
+def test_what_costs_nothing_is_0_and_never_less() -> None:
+    """Steps that take the less the more tokens they have: no cost can say so."""
+    fit = StepFit()
+    for num_tokens in (1, 10, 100):
+        fit.add(work(num_tokens, 0, 0), 1 / num_tokens)
+    found = fit.solve()
+    assert found is not None
+    assert min(getattr(found, name) for name in StepCost.__dataclass_fields__) == 0
+    assert found.per_token_s == 0
+    assert found.per_step_s + found.per_prefill_s == pytest.approx(0.37)
+
+
+def test_what_was_never_run_is_not_known() -> None:
+    fit = StepFit()
+    assert fit.solve() is None
+    fit.add(work(0, 50, 1), 0.5)
+    found = fit.solve()
+    assert found is not None
+    assert found.per_token_s == found.per_prefill_s == 0
+    assert found.step_s(work(0, 50, 1)) == pytest.approx(0.5)
+
+
+def test_a_copy_stays_as_it_was() -> None:
+    fit = StepFit()
+    fit.add(work(10, 0, 0), 1.0)
+    copy = fit.copy()
+    fit.add(work(20, 0, 0), 9.0)
+    assert copy.num_steps == 1
+    found = copy.solve()
+    assert found is not None
+    assert found.step_s(work(10, 0, 0)) == pytest.approx(1.0)
+
+
+def test_readers_of_a_tier_share_its_bandwidth() -> None:
+    assert TierCost(0.01, 1e6, shared_by=4).load_s(500_000) == pytest.approx(0.01 + 2.0)
+    assert TierCost(0.01, 1e6).load_s(0) == 0
