@@ -6,7 +6,7 @@ from foreword.sim.trace import Record, Trace, TraceError
 
 
 def test_records_come_back_by_arrival_and_as_they_were() -> None:
-    late = Record(5, [7, 8, 9], 2, 30.0, 4, [1, 2], "s", "t", num_cached_tokens=4, ttft_s=0.5)
+    late = Record(5, [7, 8, 9], 2, 30.0, 4, [1, 2], "s", "t", 4, 0.5, 2.0, (1, 1), True, 3)
     early = Record(1, [2**32 - 1], 2, 10.0)
     with Trace(2) as trace:
         for record in (late, early, late):
@@ -20,7 +20,13 @@ def test_records_come_back_by_arrival_and_as_they_were() -> None:
         (5, 4, [1, 2])
     )
     assert (found[1].session, found[1].tenant, found[1].num_cached_tokens) == ("s", "t", 4)
-    assert found[1].ttft_s == 0.5
+    assert (found[1].ttft_s, found[1].total_s, found[0].total_s) == (0.5, 2.0, None)
+    assert (found[1].sample_lengths, found[1].wants_prompt, found[1].cancelled_at) == (
+        ((1, 1), True, 3)
+    )
+    assert (found[0].sample_lengths, found[0].wants_prompt, found[0].cancelled_at) == (
+        ((), False, None)
+    )
 
 
 def test_ids_of_two_sizes_or_too_few_are_refused() -> None:

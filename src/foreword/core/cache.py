@@ -51,13 +51,18 @@ class KVCache:
         self._events: list[KVEvent] = []
         self._leaders: dict[BlockHash, Lease] = {}
 
+    def num_known(self, chain: Chain) -> int:
+        """How many full blocks of `chain` could be reused now, from the device and the tiers.
+        Changes nothing."""
+        stop = self._num_reusable(chain)
+        start = self.index.num_known(chain.root, chain.hashes, stop)
+        runs = self.lower.runs(chain, start, stop, {})
+        return runs[-1][2] if runs else start
+
     def probe(self, chain: Chain) -> list[Probe]:
         """What to ask the shared tiers before `chain` is admitted: where nothing nearer has all."""
-        stop = self._num_reusable(chain)
-        _, matched = self._match(chain)
-        runs = self.lower.runs(chain, len(matched), stop, {})
-        start = runs[-1][2] if runs else len(matched)
-        if start == stop:
+        start = self.num_known(chain)
+        if start == self._num_reusable(chain):
             return []
         return [
             Probe(number, chain, start)

@@ -82,6 +82,17 @@ class RadixIndex:
             node = child
         return node, block_ids
 
+    def num_known(self, root_hash: BlockHash, hashes: Sequence[BlockHash], stop: int) -> int:
+        """How many of hashes[:stop] a walk from the root would pass. Changes nothing."""
+        node, start = self.root(root_hash), 0
+        while start < stop and (child := node.children.get(hashes[start])) is not None:
+            matched = _common_run(child.hashes, hashes, start, stop)
+            start += matched
+            if matched < len(child.hashes):
+                break
+            node = child
+        return start
+
     def closest(self, node: Node, key: bytes) -> tuple[Node, int] | None:
         """The child of `node` whose first block shares most leading tokens with `key`, and how
         many: at least 1. None where no child shares any."""

@@ -112,13 +112,15 @@ class Scheduler(Generic[_Sequence]):
     def finish(self, sequences: Iterable[_Sequence]) -> None:
         """Forget sequences, done or cancelled, and release what they lease."""
         gone = dict.fromkeys(sequences)
+        waited = any(sequence.lease is None for sequence in gone)
         for sequence in gone:
             self._probed.pop(sequence.chain, None)
             if sequence.lease is not None:
                 self.cache.release(sequence.lease)
                 sequence.lease = None
         self.running = [s for s in self.running if s not in gone]
-        self.waiting = deque(s for s in self.waiting if s not in gone)
+        if waited:
+            self.waiting = deque(s for s in self.waiting if s not in gone)
 
     def _admit(self, step: Step[_Sequence], budget: int) -> None:
         passed_over: list[_Sequence] = []

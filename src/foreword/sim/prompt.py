@@ -68,8 +68,9 @@ def visit(record: Record, block_size: int, *, keep_partial: bool = False) -> Vis
     prompt = prompt_chain(record, block_size, keep_partial=keep_partial)
     if record.id_tokens > 1:
         return Visit(prompt, prompt, len(prompt) - 1)
-    if len(record.output_ids) < 2:
+    answer = record.answers[0]  # the others' blocks are theirs alone, until they are asked about
+    if len(answer) < 2:
         return Visit(prompt, prompt, len(prompt))
     whole = prompt.copy()
-    whole.extend(record.output_ids[:-1])
+    whole.extend(answer[:-1])
     return Visit(prompt, whole, len(whole))

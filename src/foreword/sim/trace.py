@@ -7,6 +7,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Self
 
 _ID_BYTES = 4
@@ -33,6 +34,20 @@ class Record:
     num_cached_tokens: int | None = None  # of the prompt, as was observed
     ttft_s: float | None = None  # as was observed
     place: int = 0  # in the order of arrival; a Trace sets it
+    total_s: float | None = None  # from its arrival to the end of its answer, as was observed
+    # Where it had several samples: how many of `output_ids` each has, one sample after the other.
+    sample_lengths: Sequence[int] = ()
+    wants_prompt: bool = False  # its prompt's logits were wanted, so nothing of it was reused
+    # Of a request whose client left before the first token: prompt tokens that had KV by then.
+    cancelled_at: int | None = None
+
+    @property
+    def answers(self) -> list[Sequence[int]]:
+        """`output_ids` of each sample; at least one, which may be empty."""
+        ends = list(accumulate(self.sample_lengths))
+        if not ends:
+            return [self.output_ids]
+        return [self.output_ids[start:end] for start, end in pairwise([0, *ends])]
 
 
 class Trace:
@@ -50,6 +65,9 @@ class Trace:
         self._num_cached_tokens = array("q")  # -1: not observed
         self._arrivals_s = array("d")
         self._ttfts_s = array("d")  # -1: not observed
+        self._totals_s = array("d")  # the same
+        # What few records have, by place.
+        self._rare: dict[int, tuple[Sequence[int], bool, int | None]] = {}
         self._names: dict[str, int] = {}
         self._sessions = array("l")
         self._tenants = array("l")
@@ -88,6 +106,10 @@ class Trace:
         self._num_cached_tokens.append(-1 if cached is None else cached)
         self._arrivals_s.append(record.arrival_s)
         self._ttfts_s.append(-1.0 if ttft_s is None else ttft_s)
+        self._totals_s.append(-1.0 if record.total_s is None else record.total_s)
+        if record.sample_lengths or record.wants_prompt or record.cancelled_at is not None:
+            rare = tuple(record.sample_lengths), record.wants_prompt, record.cancelled_at
+            self._rare[len(self) - 1] = rare
         for name, column in ((record.session, self._sessions), (record.tenant, self._tenants)):
             column.append(self._names.setdefault(name, len(self._names)))
         self._order = ()
@@ -96,13 +118,22 @@ class Trace:
         """By arrival; of those that arrived together, as they were added."""
         return map(self.__getitem__, range(len(self)))
 
+    @property
+    def spans(self) -> list[tuple[float, float | None]]:
+        """When each request came and, where that was observed, when its answer ended, by arrival
+        and from the first arrival on."""
+        if not self:
+            return []
+        order = self._sorted()
+        first_s = self._arrivals_s[order[0]]
+        found = ((self._arrivals_s[at] - first_s, self._totals_s[at]) for at in order)
+        return [(came_s, None if lasted_s < 0 else came_s + lasted_s) for came_s, lasted_s in found]
+
     def __getitem__(self, place: int) -> Record:
         """The record at this place in the order of arrival, from 0."""
-        if len(self._order) != len(self):
-            self._order = sorted(range(len(self)), key=self._arrivals_s.__getitem__)
-            self._spelled = tuple(self._names)
-        at = self._order[place]
+        at = self._sorted()[place]
         cached, ttft_s = self._num_cached_tokens[at], self._ttfts_s[at]
+        total_s = self._totals_s[at]
         return Record(
             self._num_tokens[at],
             self._read(2 * at),
@@ -115,7 +146,15 @@ class Trace:
             None if cached < 0 else cached,
             None if ttft_s < 0 else ttft_s,
             place,
+            None if total_s < 0 else total_s,
+            *self._rare.get(at, ((), False, None)),
         )
+
+    def _sorted(self) -> Sequence[int]:
+        if len(self._order) != len(self):
+            self._order = sorted(range(len(self)), key=self._arrivals_s.__getitem__)
+            self._spelled = tuple(self._names)
+        return self._order
 
     def _read(self, part: int) -> "array[int]":
         start, stop = self._offsets[part], self._offsets[part + 1]

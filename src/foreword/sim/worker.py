@@ -1,0 +1,374 @@
+"""Worker: one engine in virtual time.
+
+The production scheduler, cache and tiers decide what is computed, loaded, kept and dropped; what it
+takes is what the costs say. A tier's reads come one after another; its writes delay nobody and are
+counted. What is stored can be read at once, and what is loaded is never damaged or late.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from foreword.core.block import Chain
+from foreword.core.cache import KVCache
+from foreword.core.cost import StepCost, StepWork, TierCost
+from foreword.core.lease import Load, Store
+from foreword.core.policy import LRU, Policy
+from foreword.core.scheduler import Scheduler, Step
+from foreword.core.sequence import Sequence
+from foreword.core.tier import Tier
+from foreword.sim.prompt import MARK, prompt_chain
+from foreword.sim.trace import Record
+
+
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """A tier below the device: how many blocks it holds and what it takes to read them."""
+
+    name: str
+    num_blocks: int
+    cost: TierCost
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    """What a worker has room for and what its work costs. A block is of `block_size` tokens, or of
+    one id where a trace has ids of blocks, and of `block_bytes`."""
+
+    num_blocks: int
+    cost: StepCost
+    block_size: int = 16
+    block_bytes: int = 0
+    tiers: tuple[TierRoom, ...] = ()  # the fastest first
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 512
+    max_prefill_tokens: int = 2048
+    reuse: bool = True
+    policy: Policy = LRU
+
+
+@dataclass(slots=True, eq=False)
+class Journey:
+    """One request on its way through a worker. Times are in seconds from the first arrival; -1
+    where it did not get so far."""
+
+    place: int  # in the trace
+    worker: int
+    num_tokens: int  # of its prompt
+    sent_s: float
+    num_open: int  # samples
+    num_missing: int = 0  # tokens of its prompt that its worker did not have when it was sent
+    admitted_s: float = -1.0
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    num_hit_tokens: int = 0
+    restored: dict[int, int] = field(default_factory=dict)  # of these, tokens by tier
+
+
+class Sample(Sequence):
+    """A sample as a trace tells of it. In a trace of blocks' ids it ends with its prompt, of which
+    the mark stays uncomputed."""
+
+    def __init__(self, journey: Journey, record: Record, chain: Chain, index: int = 0) -> None:
+        super().__init__(chain, index, wants_prompt=record.wants_prompt)
+        self.journey = journey
+        self.id_tokens = record.id_tokens
+        self.cancelled_at = record.cancelled_at
+        answer = record.answers[index]
+        num_answer = len(answer) if record.sample_lengths else record.num_output_tokens
+        # What the trace does not tell is nobody's answer but this one's.
+        rest = max(1, num_answer) - len(answer)
+        self._left = deque([*answer, *(MARK - 1 - journey.place % (1 << 20) for _ in range(rest))])
+
+    @property
+    def num_unsampled(self) -> int:
+        return len(self._left)
+
+    def sample(self, num_tokens: int) -> None:
+        """The next tokens of the answer are there."""
+        self.chain.extend(self._left.popleft() for _ in range(num_tokens))
+
+    def chunk(self, budget: int, num_left: int) -> int:
+        if self.id_tokens > 1:
+            num_left = min(num_left, self.num_uncomputed - 1)
+        return super().chunk(budget, num_left)
+
+    def charge(self, work: StepWork, num: int) -> None:
+        """Add the next `num` tokens or ids, as tokens, to what a step computes."""
+        assert self.lease is not None
+        start = self.lease.num_computed_tokens
+        if self.id_tokens == 1:
+            work.add(num, start, is_decoding=self.is_decoding)
+            return
+        stop = (start + num) * self.id_tokens
+        if start + num == len(self.chain) - 1:  # with what is left of the prompt, or its last token
+            stop = self.journey.num_tokens
+            num = max(1, stop - start * self.id_tokens)
+        else:
+            num *= self.id_tokens
+        work.add(num, stop - num)
+
+
+@dataclass(slots=True)
+class TierCount:
+    """What one tier did."""
+
+    num_hit_tokens: int = 0
+    num_loaded_blocks: int = 0
+    num_stored_blocks: int = 0
+    num_dropped_blocks: int = 0
+
+
+@dataclass(slots=True)
+class WorkerCount:
+    """What one worker did."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    busy_s: float = 0.0  # in steps
+    num_prefilled_tokens: int = 0
+    num_decoded_tokens: int = 0
+    most_waiting: int = 0
+    num_preemptions: int = 0
+    num_evicted_blocks: int = 0
+    tiers: list[TierCount] = field(default_factory=list)
+
+
+class Worker:
+    """One engine. Its driver sends it requests, lets it begin and end steps, and keeps the clock:
+    `begin` says when the step ends, and `loads_at` when the next load comes."""
+
+    def __init__(self, shape: WorkerShape, id_tokens: int, number: int = 0) -> None:
+        self.number = number
+        of_blocks = id_tokens > 1
+        self._shape = shape
+        self._id_tokens = id_tokens
+        self.cache = KVCache(
+            shape.num_blocks + of_blocks,  # and a slot for the mark
+            1 if of_blocks else shape.block_size,
+            reuse=shape.reuse,
+            tiers=[Tier(room.num_blocks, policy=shape.policy) for room in shape.tiers],
+            policy=shape.policy,
+        )
+        self.scheduler: Scheduler[Sample] = Scheduler(
+            self.cache,
+            shape.max_num_seqs,
+            max(1, shape.max_batch_tokens // id_tokens),
+            max(1, shape.max_prefill_tokens // id_tokens),
+        )
+        self.count = WorkerCount(tiers=[TierCount() for _ in shape.tiers])
+        self.num_queued_tokens = 0  # of prompts without a first token, what was missing of them
+        self._inbox: list[list[Sample]] = []
+        self._step: Step[Sample] | None = None
+        self._num_repeats = 0  # how often the step's decodes run
+        self._loads: list[deque[Load]] = [deque() for _ in shape.tiers]
+        self._load_ends: list[float] = [0.0 for _ in shape.tiers]  # of the first of these
+
+    @property
+    def is_stepping(self) -> bool:
+        return self._step is not None
+
+    @property
+    def loads_at(self) -> float | None:
+        """When the next load comes. None: none is under way."""
+        return min(
+            (end for end, loads in zip(self._load_ends, self._loads, strict=True) if loads),
+            default=None,
+        )
+
+    def chain(self, record: Record, *, keep_partial: bool = False) -> Chain:
+        return prompt_chain(record, self._shape.block_size, keep_partial=keep_partial)
+
+    def num_known_tokens(self, chain: Chain) -> int:
+        """How many tokens of a prompt are in full blocks that it has. Changes nothing."""
+        return self.cache.num_known(chain) * self.cache.block_size * self._id_tokens
+
+    def send(self, place: int, record: Record, chain: Chain, now_s: float) -> Journey | None:
+        """A request arrives. None: it can never fit."""
+        answers = record.answers
+        runs = [i for i, answer in enumerate(answers) if i == 0 or answer]
+        journey = Journey(place, self.number, record.num_tokens, now_s, len(runs))
+        shared = chain.copy() if len(runs) > 1 else chain
+        samples = [Sample(journey, record, shared if i else chain, i) for i in runs]
+        longest = len(chain)
+        if self._id_tokens == 1:
+            longest += max(sample.num_unsampled for sample in samples) - 1
+        if longest > self.cache.pool.num_blocks * self.cache.block_size:
+            return None
+        known = 0 if record.wants_prompt else self.num_known_tokens(chain)
+        journey.num_missing = max(0, record.num_tokens - known)
+        self.num_queued_tokens += journey.num_missing
+        self.count.num_requests += 1
+        self._inbox.append(samples)
+        return journey
+
+    def begin(self, now_s: float, until_s: float) -> float | None:
+        """Take what came and begin the next step; returns when it ends. None: there is nothing to
+        compute before something comes. Decodes run on while no step would begin after `until_s`,
+        when something may come, and nothing else changes."""
+        for samples in self._inbox:
+            self.scheduler.add(samples)
+        self._inbox.clear()
+        self._take_loads(now_s)
+        step = self._schedule()
+        for load in step.loads:
+            self._load(load, now_s)
+        self.count.most_waiting = max(self.count.most_waiting, len(self.scheduler.waiting))
+        if not step.work:
+            return None
+        for sequence in self.scheduler.running:
+            if sequence.journey.admitted_s < 0:
+                sequence.journey.admitted_s = now_s
+        self._step = step
+        end_s = self._run(step, now_s, until_s)
+        self.count.num_steps += self._num_repeats
+        self.count.busy_s += end_s - now_s
+        return end_s
+
+    def end(self, now_s: float) -> list[Journey]:
+        """The step ends. Returns the requests that are done."""
+        step = self._step
+        assert step is not None
+        self._step = None
+        for sequence, copy in step.copies:
+            assert sequence.lease is not None
+            self.cache.filled(sequence.lease, copy.num_tokens)
+        ready = [s for s, num in step.work if self._settle(s, num)]
+        self._perform()
+        for sequence in ready:
+            self._sampled(sequence, now_s)
+        for sequence in ready:
+            self.scheduler.start_siblings(sequence)
+        done = [s for s in ready if not s.num_unsampled]
+        over = [s for s, _num in step.work if self._is_over(s)]
+        for sequence in over:
+            sequence.note_reuse()
+        done += over
+        self.scheduler.finish(done)
+        self.count.num_preemptions = self.scheduler.num_preemptions
+        self.count.num_evicted_blocks = self.cache.num_evicted_blocks
+        return self._ended(done, now_s)
+
+    def _schedule(self) -> Step[Sample]:
+        while True:
+            num_preemptions = self.scheduler.num_preemptions
+            step = self.scheduler.schedule()
+            if step.work or step.loads or self.scheduler.num_preemptions == num_preemptions:
+                return step
+
+    def _run(self, step: Step[Sample], now_s: float, until_s: float) -> float:
+        """When a step ends, and with it those that would only repeat its decodes."""
+        work = StepWork()
+        for sequence, num in step.work:
+            sequence.charge(work, num)
+        self.count.num_prefilled_tokens += work.num_tokens
+        end_s = now_s + self._shape.cost.step_s(work)
+        self._num_repeats = 1
+        for _ in range(self._most_repeats(step, work) - 1):
+            if end_s >= until_s:
+                break
+            work.num_decode_pairs += work.num_decoding
+            end_s += self._shape.cost.step_s(work)
+            self._num_repeats += 1
+        self.count.num_decoded_tokens += work.num_decoding * self._num_repeats
+        return end_s
+
+    def _most_repeats(self, step: Step[Sample], work: StepWork) -> int:
+        """How often a step's decodes may run before a block is full or an answer ends."""
+        others = self.scheduler.waiting or len(step.work) < len(self.scheduler.running)
+        if work.num_tokens or step.copies or others:
+            return 1
+        size = self.cache.block_size
+        return min(
+            min(sequence.num_unsampled, 1 - len(sequence.chain) % -size)
+            for sequence, _num in step.work
+        )
+
+    def _settle(self, sequence: Sample, num_tokens: int) -> bool:
+        """Whether its next token is sampled."""
+        if self._num_repeats > 1:
+            sequence.sample(self._num_repeats - 1)
+            num_tokens = self._num_repeats
+        return self.scheduler.settle(sequence, num_tokens) and not self._is_over(sequence)
+
+    def _sampled(self, sequence: Sample, now_s: float) -> None:
+        sequence.sample(1)
+        journey = sequence.journey
+        if journey.first_token_s < 0:
+            self._begun(sequence, now_s)
+
+    def _begun(self, sequence: Sample, now_s: float) -> None:
+        """A request has its first token."""
+        journey = sequence.journey
+        journey.first_token_s = now_s
+        self.num_queued_tokens -= journey.num_missing
+        num_hits = (sequence.num_cached_tokens or 0) * self._id_tokens
+        journey.num_hit_tokens = min(num_hits, journey.num_tokens)
+        excess = num_hits - journey.num_hit_tokens  # of the last block, which is no full one
+        for tier, num_tokens in sequence.restored.items():
+            num_tokens *= self._id_tokens
+            if tier == max(sequence.restored):
+                num_tokens -= excess
+            journey.restored[tier] = num_tokens
+            self.count.tiers[tier].num_hit_tokens += num_tokens
+
+    def _is_over(self, sequence: Sample) -> bool:
+        """Whether it ends without another token: its prompt is computed and no more is known of it,
+        or its client left."""
+        lease = sequence.lease
+        if lease is None or lease.released:
+            return False
+        if self._id_tokens > 1:
+            return sequence.num_uncomputed == 1
+        at = sequence.cancelled_at
+        return at is not None and lease.num_computed_tokens >= at
+
+    def _ended(self, done: list[Sample], now_s: float) -> list[Journey]:
+        ended = []
+        for sequence in done:
+            journey = sequence.journey
+            if journey.first_token_s < 0 and sequence.cancelled_at is None:
+                self._begun(sequence, now_s)  # of blocks' ids: its prompt is its end
+            elif journey.first_token_s < 0:
+                self.num_queued_tokens -= journey.num_missing
+            journey.num_open -= 1
+            if not journey.num_open or sequence.cancelled_at is not None:
+                journey.ended_s = now_s
+                ended.append(journey)
+        return ended
+
+    def _load(self, load: Load, now_s: float) -> None:
+        """Behind the tier's other reads."""
+        loads = self._loads[load.tier]
+        loads.append(load)
+        if len(loads) == 1:
+            self._load_ends[load.tier] = now_s + self._load_s(load)
+
+    def _load_s(self, load: Load) -> float:
+        num_bytes = (load.stop - load.start) * self._shape.block_bytes
+        return self._shape.tiers[load.tier].cost.load_s(num_bytes)
+
+    def _take_loads(self, now_s: float) -> None:
+        """Tell the cache of all loads that came. Those of leases that ended are passed over."""
+        for tier, loads in enumerate(self._loads):
+            while loads and self._load_ends[tier] <= now_s:
+                load = loads.popleft()
+                if not load.lease.released:
+                    self.cache.loaded(load, load.start, load.stop)
+                    self.count.tiers[tier].num_loaded_blocks += load.stop - load.start
+                while loads and loads[0].lease.released:
+                    loads.popleft()
+                if loads:
+                    self._load_ends[tier] += self._load_s(loads[0])
+        self._perform()
+
+    def _perform(self) -> None:
+        """Do what the cache wants of the tiers, at once."""
+        for effect in self.cache.lower.take_effects():
+            count = self.count.tiers[effect.tier]
+            if isinstance(effect, Store):
+                stop = effect.start + len(effect.block_ids)
+                hashes = effect.chain.hashes[effect.start : stop]
+                self.cache.lower.stored(effect.tier, hashes, ok=True)
+                count.num_stored_blocks += len(hashes)
+            else:
+                count.num_dropped_blocks += len(effect.hashes)
