@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from foreword.cli.warm import openings, read_bodies, warm
 from foreword.core.errors import EngineStopped
 from foreword.core.events import Publish
 from foreword.core.request import Request
+from foreword.engine.request_log import RequestLog
 from foreword.engine.source import locate
 from foreword.server.app import create_app
 from foreword.server.connection import Connection
@@ -44,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Before torch, which takes seconds: a taken port, a wrong name or file shows at once.
-    with bind(args.host, args.port) as listener, publishing(args.kv_events) as publish:
+    with (
+        bind(args.host, args.port) as listener,
+        publishing(args.kv_events) as publish,
+        logging_requests(args.request_log) as request_log,
+    ):
         _log_to_stderr(args.json)
         keys, bodies = api_keys(args.api_keys), read_bodies(args.warm)
         settings = engine_settings(args)
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise Failure.of(error) or Failure(str(error), "settings") from error
         first = openings(engine, bodies, [tenant_of(key) for key in keys] or [""])
-        engine.start(publish)
+        engine.start(publish, request_log)
         app = create_app(engine, keys, args.cors_origins)
         asyncio.run(_serve(engine, app, listener, first, args.json))
     return 0
@@ -114,6 +120,24 @@ def publishing(setting: str | None) -> Iterator[Publish | None]:
         yield publisher.publish
     finally:
         publisher.close()
+
+
+@contextlib.contextmanager
+def logging_requests(path: Path | None) -> Iterator[RequestLog | None]:
+    """The log that --request-log asks for, while the context lasts; None for None. Raises
+    Failure."""
+    if path is None:
+        yield None
+        return
+    try:
+        request_log = RequestLog(path)
+    except OSError as error:
+        reason = f"--request-log {path} cannot be written: {error.strerror}"
+        raise Failure(reason, "settings") from error
+    try:
+        yield request_log
+    finally:
+        request_log.close()
 
 
 def check_device(name: str) -> None:

@@ -96,6 +96,13 @@ def add_listen_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="prefill these prompts before the port opens: a request as JSON in each line",
     )
+    parser.add_argument(
+        "--request-log",
+        type=Path,
+        metavar="FILE",
+        help="add a line for each request to this file, with its prompt and answer as token ids, "
+        "for a replay",
+    )
     parser.add_argument("--config", default="", metavar="FILE", help="a TOML file of these options")
     parser.add_argument("--json", action="store_true", help="log and banner as JSON lines")
     parser.add_argument(

@@ -4,7 +4,6 @@ A token's prefill has a part of its own (the weights) and one for each token bef
 """
 
 from dataclasses import dataclass, field
-from itertools import combinations
 
 _SINGULAR = 1e-9  # of a pivot of equations whose diagonal is 1
 
@@ -106,20 +105,20 @@ class StepFit:
     def solve(self) -> StepCost | None:
         """None before any step. Some milliseconds: all sets of costs that are not 0 are tried."""
         best, most = None, 0.0
-        for size in range(1, _NUM_COSTS + 1):
-            for chosen in combinations(range(_NUM_COSTS), size):
-                costs = self._solve(chosen)
-                if costs is None or min(costs) < 0:
-                    continue
-                # At a minimum, what the errors' squares sum up to is the less the greater this is.
-                explained = sum(c * self.moments[i] for c, i in zip(costs, chosen, strict=True))
-                if explained > most:
-                    best, most = dict(zip(chosen, costs, strict=True)), explained
+        for bits in range(1, 1 << _NUM_COSTS):
+            chosen = [at for at in range(_NUM_COSTS) if bits >> at & 1]
+            costs = self._solve(chosen)
+            if costs is None or min(costs) < 0:
+                continue
+            # At a minimum, what the errors' squares sum up to is the less the greater this is.
+            explained = sum(c * self.moments[i] for c, i in zip(costs, chosen, strict=True))
+            if explained > most:
+                best, most = dict(zip(chosen, costs, strict=True)), explained
         if best is None:
             return None
         return StepCost(*(best.get(at, 0.0) for at in range(_NUM_COSTS)))
 
-    def _solve(self, chosen: tuple[int, ...]) -> list[float] | None:
+    def _solve(self, chosen: list[int]) -> list[float] | None:
         """The normal equations of these costs, by elimination. None where they do not tell them
         apart."""
         scale = [self.products[i][i] ** 0.5 for i in chosen]

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache, Refusal
+from foreword.core.cost import StepWork
 from foreword.core.lease import Copy, Load, Probe
 from foreword.core.sequence import Sequence
 
@@ -26,6 +27,16 @@ class Step(Generic[_Sequence]):
     loads: list[Load] = field(default_factory=list)
     copies: list[tuple[_Sequence, Copy]] = field(default_factory=list)
     work: list[tuple[_Sequence, int]] = field(default_factory=list)
+
+    def measure(self) -> StepWork:
+        """What it computes, as far as its seconds depend on it. Ask before it is run."""
+        measured = StepWork()
+        for sequence, num_tokens in self.work:
+            lease = sequence.lease
+            assert lease is not None
+            context = lease.num_computed_tokens + (lease.copy.num_tokens if lease.copy else 0)
+            measured.add(num_tokens, context, is_decoding=sequence.is_decoding)
+        return measured
 
 
 class Scheduler(Generic[_Sequence]):

@@ -38,6 +38,7 @@ class TierStats:
     name: str
     num_hit_tokens: int = 0  # prompt tokens found there, counted as EngineStats counts hits
     num_loaded_blocks: int = 0
+    busy_s: float = 0.0  # of its threads, in reading
     num_stored_blocks: int = 0
     num_dropped_blocks: int = 0  # not stored: too many waited to be written
     lost: dict[str, int] = field(default_factory=dict)  # blocks that a load did not bring, by why
@@ -64,6 +65,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_evicted_blocks: int = 0
     ttft_s: Histogram = field(default_factory=Histogram)
+    num_unlogged: int = 0  # requests that ended and are not in the request log
     restore_stall_s: float = 0.0  # in which all that ran waited for a tier
     num_waiting: int = 0  # sequences that hold no blocks
     num_running: int = 0

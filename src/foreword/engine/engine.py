@@ -6,7 +6,6 @@ The thread runs schedule, run, settle. Results of a step reach each event loop i
 import asyncio
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -27,14 +26,16 @@ from foreword.core.identity import Identity
 from foreword.core.request import ModelCard, Output, Request, check_request
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.stats import EngineStats
+from foreword.engine.facts import banner, for_replay
 from foreword.engine.grammar import Grammars
 from foreword.engine.model import LoadedModel, load_model
+from foreword.engine.request_log import RequestLog
 from foreword.engine.runner import Runner
-from foreword.engine.sample import Sample
+from foreword.engine.sample import Sample, samples_of
 from foreword.engine.settings import EngineSettings
 from foreword.engine.stats import Counts
 from foreword.engine.stream import Letter, Stream, put, settle
-from foreword.engine.text import Text, TextStream
+from foreword.engine.text import Text
 from foreword.engine.tiers import open_stores, tier_of
 from foreword.engine.transfer import Transfer
 
@@ -89,6 +90,8 @@ class TorchEngine:
         self._streams: dict[Sample, Stream] = {}
         self._inbox: deque[tuple[bool, Stream]] = deque()  # (True: start, False: cancel)
         self._clearing: list[Future[bool]] = []
+        self._log: RequestLog | None = None
+        self._ended: list[Stream] = []
         self._draining = False
         self._stopping = False
         self._refusal = "The server is shutting down."
@@ -129,6 +132,7 @@ class TorchEngine:
             num_evicted_blocks=self.cache.num_evicted_blocks,
             num_waiting=self._num_waiting,
             num_running=len(self.scheduler.running),
+            num_unlogged=self._log.num_dropped if self._log is not None else 0,
             device_bytes=(pool.num_blocks - pool.num_blank) * block_bytes,
             leased_bytes=pool.num_leased * block_bytes,
             tiers=self.transfer.stats,
@@ -150,22 +154,18 @@ class TorchEngine:
     @property
     def banner_facts(self) -> dict[str, str]:
         """What the server says of itself at start, in order."""
-        pool = self.cache.pool
-        size = pool.num_blocks * self.model.block_bytes(BLOCK_SIZE) / (1 << 20)
-        quantised = self.model.quantised
-        return {
-            "model": f"{self.card.name}, {self.settings.dtype} on {self.settings.device}",
-            **({"weights": quantised.description} if quantised else {}),
-            "context": f"{self.card.max_model_len:,} tokens",
-            "KV pool": f"{pool.num_blocks * BLOCK_SIZE:,} tokens, {size:,.0f} MiB",
-            "reuse": "on" if self.settings.prefix_caching else "off",
-            **self.transfer.facts,
-            "exact": f"{'yes' if self.exact else 'no'}: {self.exact_reason}",
-        }
+        exactness, tiers = self.runner.exactness, self.transfer.facts
+        return banner(self._card, self.settings, self.model, self.cache, exactness, tiers)
 
-    def start(self, publish: Publish | None = None) -> None:
-        """`publish` is told of the cache's events by the engine's thread: it must not wait."""
+    def start(self, publish: Publish | None = None, log: RequestLog | None = None) -> None:
+        """`publish` is told of the cache's events by the engine's thread: it must not wait. `log`
+        gets a line for each request that ends."""
         self._publish, self.cache.record_events = publish, publish is not None
+        self._log = log
+        if log is not None:
+            size, tiers = self.model.block_bytes(BLOCK_SIZE), self.transfer.stats
+            facts = for_replay(self._card.name, self.settings, self.cache, size, tiers)
+            log.begin(facts, lambda: (self._counts.fit.copy(), self.transfer.stats))
         self._thread.start()
 
     async def stop(self, drain_s: float) -> None:
@@ -240,18 +240,7 @@ class TorchEngine:
         try:
             while not self._stopping:
                 self._receive()
-                for probe, num_blocks in self.transfer.settle(busy_s):
-                    self.scheduler.found(probe, num_blocks)
-                step = self.scheduler.schedule()
-                self.transfer.perform(step.loads)
-                begin_s = time.monotonic()
-                if step.work:
-                    self._deliver(self._step(step))
-                if self._publish and (events := self.cache.take_events()):
-                    self._publish(events)
-                if not step.work:
-                    self._await_tiers()
-                busy_s = time.monotonic() - begin_s if step.work else 0.0
+                busy_s = self._turn(busy_s)
         except Exception:
             log.exception("the engine failed and serves no more")
             self._refusal = "The engine failed and serves no more; its log says why."
@@ -267,6 +256,28 @@ class TorchEngine:
                 stopped = EngineStopped("The engine stopped before this request was done.")
                 put(stream.loop, [(stream, stopped)])
 
+    def _turn(self, busy_s: float) -> float:
+        """Schedule, run, settle. Returns for how long it computed, as the turn before did."""
+        begin_s = time.monotonic()
+        for probe, num_blocks in self.transfer.settle(busy_s):
+            self.scheduler.found(probe, num_blocks)
+        step = self.scheduler.schedule()
+        self.transfer.perform(step.loads)
+        if step.work:
+            self._deliver(self._step(step))
+            busy_s = time.monotonic() - begin_s
+            self._counts.learn(busy_s)
+        if self._publish and (events := self.cache.take_events()):
+            self._publish(events)
+        for stream in self._ended:
+            if self._log is not None:
+                self._log.add(stream)
+        self._ended.clear()
+        if step.work:
+            return busy_s
+        self._await_tiers()
+        return 0.0
+
     def _receive(self) -> None:
         """Take new and cancelled requests; sleep while there is nothing to do."""
         with self._wake:
@@ -281,6 +292,8 @@ class TorchEngine:
         for cleared in clearing:
             if cleared.set_running_or_notify_cancel():  # False: who asked has gone
                 done = self.cache.clear()
+                if done and self._log is not None:
+                    self._log.cleared()
                 self.transfer.perform(self.cache.lower.take_effects())
                 self.transfer.when_written(partial(settle, cleared, done))
         for starts, stream in letters:
@@ -304,26 +317,10 @@ class TorchEngine:
             self._counts.totals.restore_stall_s += time.monotonic() - begin_s
 
     def _begin(self, stream: Stream) -> None:
-        request = stream.request
-        root = self.identity.root_hash(request.cache_salt)
-        seed = request.sampling.seed
-        if seed is None:
-            seed = int.from_bytes(os.urandom(8), "big")
-        tokenizer, grammar = self.model.tokenizer.backend_tokenizer, request.sampling.grammar
-        chain = Chain(root, BLOCK_SIZE, request.prompt)
-        # One more for all others: of 128 samples that wait, each with its own, few run at a time.
-        shared = chain.copy() if request.n > 1 else chain
-        stream.samples = [
-            Sample(
-                request,
-                index,
-                shared if index else chain,
-                seed,
-                TextStream(tokenizer, request.sampling.stop),
-                self._grammars.matcher(grammar) if grammar else None,
-            )
-            for index in range(request.n)
-        ]
+        root = self.identity.root_hash(stream.request.cache_salt)
+        chain = Chain(root, BLOCK_SIZE, stream.request.prompt)
+        tokenizer = self.model.tokenizer.backend_tokenizer
+        stream.samples = samples_of(stream.request, chain, tokenizer, self._grammars)
         self._streams.update(dict.fromkeys(stream.samples, stream))
         self.transfer.perform(self.scheduler.add(stream.samples))
 
@@ -337,13 +334,15 @@ class TorchEngine:
     def _forget(self, sequences: Items[Sample]) -> None:
         if not sequences:
             return
-        self.scheduler.finish(sequences)
         for sequence in sequences:
-            del self._streams[sequence]
+            stream = self._streams.pop(sequence)
+            if stream.end(sequence):
+                self._ended.append(stream)
+        self.scheduler.finish(sequences)
 
     def _step(self, step: Step[Sample]) -> list[tuple[Stream, Output | RequestFailed]]:
         """Run one step and tell the cache; returns what each stream gained."""
-        begin_s = time.perf_counter()
+        work, begin_s = step.measure(), time.perf_counter()
         for sequence, copy in step.copies:
             assert sequence.lease is not None
             self.runner.copy(copy.source, copy.target, copy.num_tokens)
@@ -352,9 +351,7 @@ class TorchEngine:
         logits = self.runner.step(parts)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
-        num_prefilled = sum(num for sequence, num in step.work if not sequence.is_decoding)
-        num_decoding = sum(sequence.is_decoding for sequence, _num in step.work)
-        self._counts.add_step(num_prefilled, num_decoding, time.perf_counter() - begin_s)
+        self._counts.add_step(work, time.perf_counter() - begin_s)
         rows = torch.split(logits, [part.num_logits for part in parts])
         settled = [self.scheduler.settle(sequence, num) for sequence, num in step.work]
         self.transfer.perform(self.cache.lower.take_effects())

@@ -28,6 +28,7 @@ class Read:
     stop: int
     deadline_s: float
     begin_s: float = 0.0
+    busy_s: float = 0.0  # of its thread
     cell: int | None = None
     good: dict[int, Loan] = field(default_factory=dict)  # verified, by block
     lost: dict[int, str] = field(default_factory=dict)  # why, by block

@@ -1,14 +1,16 @@
 """Sample: a sequence as the engine runs it, which draws its tokens and writes its text."""
 
+import os
 from collections.abc import Collection
 
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from foreword.core.block import Chain
 from foreword.core.request import FinishReason, Output, Request, TokenLogprob
 from foreword.core.sequence import Sequence
 from foreword.engine.attention import Part
-from foreword.engine.grammar import Matcher
+from foreword.engine.grammar import Grammars, Matcher
 from foreword.engine.sampler import adjusted, sample, token_logprob, uniform
 from foreword.engine.text import TextStream
 
@@ -92,3 +94,25 @@ class Sample(Sequence):
             self.num_cached_tokens or 0,
             tuple(self.prompt_logprobs) if self.num_sampled == 1 else (),
         )
+
+
+def samples_of(
+    request: Request, chain: Chain, tokenizer: Tokenizer, grammars: Grammars
+) -> list[Sample]:
+    """All samples of a request, whose prompt `chain` holds."""
+    seed, grammar = request.sampling.seed, request.sampling.grammar
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "big")
+    # One more for all others: of 128 samples that wait, each with its own, few run at a time.
+    shared = chain.copy() if request.n > 1 else chain
+    return [
+        Sample(
+            request,
+            index,
+            shared if index else chain,
+            seed,
+            TextStream(tokenizer, request.sampling.stop),
+            grammars.matcher(grammar) if grammar else None,
+        )
+        for index in range(request.n)
+    ]

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+from foreword.core.cost import StepFit, StepWork
 from foreword.core.request import Request
 from foreword.core.stats import EngineStats
 
@@ -17,16 +18,23 @@ class Counts:
 
     def __init__(self) -> None:
         self.totals = EngineStats()
+        self.fit = StepFit()
+        self._work = StepWork()
         self._prefill_step_s = 0.0
         self._prefill_step_tokens = 0
 
-    def add_step(self, num_prefilled: int, num_decoding: int, seconds: float) -> None:
-        """One step: prompt tokens computed, sequences that decoded beside them, seconds in all."""
-        self.totals.num_prefilled_tokens += num_prefilled
-        self.totals.num_decoded_tokens += num_decoding
-        if num_prefilled >= _LONG and not num_decoding:
+    def add_step(self, work: StepWork, seconds: float) -> None:
+        """One step, and how long its forward took."""
+        self.totals.num_prefilled_tokens += work.num_tokens
+        self.totals.num_decoded_tokens += work.num_decoding
+        if work.num_tokens >= _LONG and not work.num_decoding:
             self._prefill_step_s += seconds
-            self._prefill_step_tokens += num_prefilled
+            self._prefill_step_tokens += work.num_tokens
+        self._work = work
+
+    def learn(self, seconds: float) -> None:
+        """How long the last step took with all that the engine does around it."""
+        self.fit.add(self._work, seconds)
 
     def add_first_token(
         self, request: Request, num_reused: int, restored: Mapping[str, int], ttft_s: float

@@ -19,11 +19,22 @@ class Stream:
     def __init__(self, request: Request, num_open: int) -> None:
         self.request = request
         self.num_open = num_open
+        self.num_unended = num_open  # as the engine's thread knows it
+        self.num_computed_tokens = 0  # of the prompt, where it ended before its first token
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[Output | EngineStopped | RequestFailed] = asyncio.Queue()
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
+        self.ended_s = 0.0
         self.samples: list[Sample] = []
+
+    def end(self, sample: Sample) -> bool:
+        """One of its samples ends, for whatever reason. Whether it was the last."""
+        if sample.lease is not None and not sample.num_sampled:
+            self.num_computed_tokens = sample.lease.num_computed_tokens
+        self.num_unended -= 1
+        self.ended_s = time.monotonic()
+        return not self.num_unended
 
 
 Letter = tuple[Stream, Output | EngineStopped | RequestFailed]

@@ -172,6 +172,7 @@ class Transfer:
         if read.given_up:
             lane.finish(partial(self._arrived, lane, read))
             return
+        begin_s = time.monotonic()
         try:
             loans = lane.fetch([key.block_hash for key in keys], cell)
             for at, (key, loan) in enumerate(zip(keys, loans, strict=True), read.start):
@@ -185,6 +186,7 @@ class Transfer:
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
             read.failed = True
             lane.failed(lane.reading, f"reading failed: {error}")
+        read.busy_s = time.monotonic() - begin_s
         lane.finish(partial(self._arrived, lane, read))
 
     def _arrived(self, lane: Lane, read: Read) -> None:
@@ -194,6 +196,7 @@ class Transfer:
         else:
             del lane.under_way[read]
             lane.stats.read_s.add(time.monotonic() - read.begin_s)
+            lane.stats.busy_s += read.busy_s
             self._take_in(lane, read)
         lane.inbound.give(read.cell)
 

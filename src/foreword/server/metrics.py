@@ -172,6 +172,12 @@ SHOWN = (
         lambda stats: stats.restore_stall_s,
     ),
     Shown(
+        "foreword_request_log_dropped",
+        "counter",
+        "Requests that are not in the request log: it could not be written, or not fast enough.",
+        lambda stats: stats.num_unlogged,
+    ),
+    Shown(
         "foreword_prefill_tokens",
         "counter",
         "Prompt tokens computed, those of preempted requests that return too.",

@@ -93,12 +93,9 @@ class Sample(Sequence):
         return super().chunk(budget, num_left)
 
     def charge(self, work: StepWork, num: int) -> None:
-        """Add the next `num` tokens or ids, as tokens, to what a step computes."""
+        """Add the tokens of the next `num` ids of blocks to what a step computes."""
         assert self.lease is not None
         start = self.lease.num_computed_tokens
-        if self.id_tokens == 1:
-            work.add(num, start, is_decoding=self.is_decoding)
-            return
         stop = (start + num) * self.id_tokens
         if start + num == len(self.chain) - 1:  # with what is left of the prompt, or its last token
             stop = self.journey.num_tokens
@@ -257,9 +254,7 @@ class Worker:
 
     def _run(self, step: Step[Sample], now_s: float, until_s: float) -> float:
         """When a step ends, and with it those that would only repeat its decodes."""
-        work = StepWork()
-        for sequence, num in step.work:
-            sequence.charge(work, num)
+        work = self._measured(step)
         self.count.num_prefilled_tokens += work.num_tokens
         end_s = now_s + self._shape.cost.step_s(work)
         self._num_repeats = 1
@@ -271,6 +266,14 @@ class Worker:
             self._num_repeats += 1
         self.count.num_decoded_tokens += work.num_decoding * self._num_repeats
         return end_s
+
+    def _measured(self, step: Step[Sample]) -> StepWork:
+        if self._id_tokens == 1:
+            return step.measure()
+        work = StepWork()
+        for sequence, num in step.work:
+            sequence.charge(work, num)
+        return work
 
     def _most_repeats(self, step: Step[Sample], work: StepWork) -> int:
         """How often a step's decodes may run before a block is full or an answer ends."""

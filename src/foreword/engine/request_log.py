@@ -1,0 +1,155 @@
+"""The request log: a line of JSON for each request that ended, from which a replay can be made.
+
+It holds prompts and answers as token ids. A thread of its own makes and writes the lines, and what
+cannot be written is dropped and counted: no request waits for the log or fails with it.
+
+The first line of a run has `foreword` (the version), `started` (Unix seconds) and what a replay
+needs to know of the engine. A line with `costs` has the newest StepCost, learnt from all steps so
+far, and with it the seconds that tiers' threads took to read a block. A line with `cleared` says
+when all prefixes were forgotten. `foreword.sim.formats.request_log` reads them.
+"""
+
+import hmac
+import json
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foreword import __version__
+from foreword.core.cost import StepFit
+from foreword.core.stats import TierStats
+from foreword.store.workers import Workers
+
+if TYPE_CHECKING:  # which imports torch, and a file that cannot be written shows at once
+    from foreword.engine.stream import Stream
+
+log = logging.getLogger("foreword.engine")
+
+_WAITING_TOKENS_MAX = 1 << 22  # of requests whose lines wait to be written
+_COSTS_EVERY = 64  # requests; in the beginning sooner
+_CLOSE_S = 5.0
+
+Learnt = Callable[[], tuple[StepFit, Sequence[TierStats]]]  # called by the engine's thread
+
+
+class RequestLog:
+    """A file that lines are added to. `begin` before anything else, `close` at the end."""
+
+    def __init__(self, path: Path) -> None:
+        """Afterwards nobody else may read the file. Raises OSError."""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if stat.S_ISREG(os.fstat(self._file).st_mode):
+            os.fchmod(self._file, 0o600)
+        self._path = path
+        self._key = secrets.token_bytes(16)  # kept nowhere: nobody can try salts on the digests
+        self._unix_s = time.time() - time.monotonic()
+        self._thread = Workers("foreword-request-log", 1)
+        self._learnt: Learnt | None = None
+        self._num_requests = 0
+        self._num_waiting_tokens = 0
+        self._warned = False
+        self.num_dropped = 0  # requests that have no line
+
+    def begin(self, facts: Mapping[str, Any], learnt: Learnt) -> None:
+        """A run of an engine that `facts` tell of; `learnt` says what it knows of its costs."""
+        self._learnt = learnt
+        line = {"foreword": __version__, "started": time.time(), **facts}
+        self._thread.put(partial(self._write, line, 0))
+
+    def add(self, stream: "Stream") -> None:
+        """A request ended. Called by the engine's thread."""
+        line = self._line(stream)
+        num_tokens = len(stream.request.prompt) + sum(map(len, line["outputs"]))
+        if self._num_waiting_tokens + num_tokens > _WAITING_TOKENS_MAX:
+            self._drop("too many lines wait to be written")
+            return
+        self._num_waiting_tokens += num_tokens
+        self._thread.put(partial(self._write, line, num_tokens))
+        self._num_requests += 1
+        num = self._num_requests
+        if num % _COSTS_EVERY == 0 or num & (num - 1) == 0:
+            self._add_costs()
+
+    def cleared(self) -> None:
+        """All prefixes were forgotten. Called by the engine's thread."""
+        self._thread.put(partial(self._write, {"cleared": time.time()}, 0))
+
+    def close(self) -> None:
+        """The engine ended."""
+        if self._learnt is not None:
+            self._add_costs()
+        if self._thread.close(_CLOSE_S):
+            os.close(self._file)
+
+    def _line(self, stream: "Stream") -> dict[str, Any]:
+        request, samples = stream.request, stream.samples
+        num_prompt, first = len(request.prompt), stream.first_token_s
+        line: dict[str, Any] = {
+            "arrival": self._unix_s + stream.submitted_s,
+            "tenant": self._tenant(request.cache_salt),
+            "n": request.n,
+            "ttft": None if first is None else first - stream.submitted_s,
+            "total": stream.ended_s - stream.submitted_s,
+            "finish": [sample.finish_reason or "cancelled" for sample in samples],
+            "prompt": request.prompt,
+            "outputs": [sample.chain.token_ids[num_prompt:] for sample in samples],
+        }
+        if any(line["outputs"]):
+            line["cached"] = samples[0].num_cached_tokens or 0
+            line["restored"] = dict(samples[0].restored)  # of these, by the tier's place
+        else:
+            line["computed"] = stream.num_computed_tokens
+        if request.sampling.prompt_logprobs is not None:
+            line["prompt_logprobs"] = True
+        return line
+
+    def _tenant(self, salt: str) -> str:
+        return hmac.digest(self._key, salt.encode(), "sha256").hex()[:16] if salt else ""
+
+    def _add_costs(self) -> None:
+        assert self._learnt is not None
+        fit, tiers = self._learnt()
+        self._thread.put(partial(self._write_costs, fit, tiers))
+
+    def _write_costs(self, fit: StepFit, tiers: Sequence[TierStats]) -> None:
+        cost = fit.solve()
+        if cost is None:
+            return
+        reads = [tier.busy_s / max(1, tier.num_loaded_blocks) for tier in tiers]
+        costs = {"steps": fit.num_steps, **asdict(cost), "read_block_s": reads}
+        self._write({"costs": costs}, 0)
+
+    def _write(self, line: Mapping[str, Any], num_tokens: int) -> None:
+        """On the log's thread. A line is there whole or not at all."""
+        rest = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        num_bytes = len(rest)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            if len(rest) < num_bytes:
+                self._cut(num_bytes - len(rest))
+            self._drop(str(error.strerror))
+        self._num_waiting_tokens -= num_tokens
+
+    def _cut(self, num_bytes: int) -> None:
+        """Take the beginning of a line back."""
+        try:
+            os.ftruncate(self._file, os.fstat(self._file).st_size - num_bytes)
+        except OSError as error:
+            log.debug("%s ends within a line: %s", self._path, error.strerror)
+
+    def _drop(self, why: str) -> None:
+        self.num_dropped += 1
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s lacks requests from here on, and /metrics how many: %s", self._path, why
+            )
