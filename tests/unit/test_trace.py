@@ -1,12 +1,15 @@
 """Trace: what is added is read again, by arrival."""
 
+from dataclasses import replace
+
 import pytest
 
 from foreword.sim.trace import Record, Trace, TraceError
 
 
 def test_records_come_back_by_arrival_and_as_they_were() -> None:
-    late = Record(5, [7, 8, 9], 2, 30.0, 4, [1, 2], "s", "t", 4, 0.5, 2.0, (1, 1), True, 3)
+    late = Record(5, [7, 8, 9], 2, 30.0, 4, [1, 2], "s", "t", 4, 0.5)
+    late = replace(late, total_s=2.0, sample_lengths=(1, 1), wants_prompt=True, cancelled_at=3)
     early = Record(1, [2**32 - 1], 2, 10.0)
     with Trace(2) as trace:
         for record in (late, early, late):

@@ -147,7 +147,7 @@ class _Fleet:
             chain = self._workers[0].chain(record, keep_partial=self._rules.keep_partial)
             at = self._route(self._num_routed, record, chain, self._workers)
             self._num_routed += 1
-            if self._workers[at].send(place, record, chain, now_s) is not None:
+            if self._workers[at].send(record, chain, now_s) is not None:
                 return at
             self._timing.num_refused += counts
         self._answered(place)

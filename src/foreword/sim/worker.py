@@ -179,11 +179,11 @@ class Worker:
         """How many tokens of a prompt are in full blocks that it has. Changes nothing."""
         return self.cache.num_known(chain) * self.cache.block_size * self._id_tokens
 
-    def send(self, place: int, record: Record, chain: Chain, now_s: float) -> Journey | None:
+    def send(self, record: Record, chain: Chain, now_s: float) -> Journey | None:
         """A request arrives. None: it can never fit."""
         answers = record.answers
         runs = [i for i, answer in enumerate(answers) if i == 0 or answer]
-        journey = Journey(place, self.number, record.num_tokens, now_s, len(runs))
+        journey = Journey(record.place, self.number, record.num_tokens, now_s, len(runs))
         shared = chain.copy() if len(runs) > 1 else chain
         samples = [Sample(journey, record, shared if i else chain, i) for i in runs]
         longest = len(chain)
