@@ -1,8 +1,8 @@
 """Fleet: workers in virtual time under one clock, and what a trace's requests meet there.
 
-Requests come when the trace says, or sooner by a factor. Where the trace says when answers ended
-and the factor is 1, a request that came after an answer waits for that answer: whoever sent it may
-have needed it. So a log of one request after another is replayed as one, whatever the costs.
+Requests come when the trace says, or sooner by a factor. Where it also says when answers ended, a
+request comes as long after the last answer before it as it did: whoever sent it may have waited for
+that answer. So a log of one request after another is replayed as one, whatever the costs.
 """
 
 from bisect import bisect_right
@@ -25,6 +25,7 @@ class FleetRules:
     num_workers: int = 1
     routing: str = "round-robin"
     speed_up: float = 1.0
+    closed: bool = True  # requests come after answers, where the trace says when these ended
     warmup: float = 0.0
     keep_partial: bool = False  # as `prompt_chain` has it
 
@@ -39,7 +40,7 @@ class Timing:
     num_refused: int = 0  # too long for a worker
     num_left: int = 0  # of clients that left before the first token
     end_s: float = 0.0  # from the first arrival
-    closed: bool = False  # whether requests waited for the answers that they came after
+    num_after: int = 0  # requests that came after an answer, not when the trace says
 
 
 def play(
@@ -81,27 +82,25 @@ class _Fleet:
         self._workers = [
             Worker(shape, trace.id_tokens, number) for number in range(rules.num_workers)
         ]
-        self._arrivals_s = [came_s / rules.speed_up for came_s, _ in trace.spans]
-        self._answers = answers_before(trace) if rules.speed_up == 1 else [-1] * len(trace)
-        self._ended = bytearray(len(trace))  # by place
-        self._behind: dict[int, list[int]] = {}  # places that wait for an answer, by its place
-        self._next = 0  # place of the next arrival
-        self._released: list[int] = []  # of those that waited and wait no more
+        self._arrivals: list[tuple[float, int]] = []  # when, and the request's place
+        self._after: dict[int, list[tuple[float, int]]] = {}  # the same from an answer's end on
         self._events: list[tuple[float, int]] = []  # ends of steps and loads: when, which worker
         self._step_ends = [inf] * rules.num_workers
-        self._num_routed = 0
-        self._timing = Timing(closed=any(at >= 0 for at in self._answers))
+        self._num_sent = 0
+        self._first_counted = int(len(trace) * rules.warmup)
+        self._timing = Timing()
+        self._expect()
 
     def run(self) -> Timing:
         while (now_s := self._next_s()) < inf:
-            due = self._arrivals(now_s)
+            due = self._receive(now_s)
             while self._events and self._events[0][0] <= now_s:
                 worker = self._workers[heappop(self._events)[1]]
                 if self._step_ends[worker.number] <= now_s:
                     self._step_ends[worker.number] = inf
                     self._end(worker.end(now_s))
                 due.add(worker.number)
-            due |= self._arrivals(now_s)  # those that waited for what ended now
+            due |= self._receive(now_s)  # what comes as soon as an answer ends
             idle = [at for at in sorted(due) if not self._workers[at].is_stepping]
             for at in idle:
                 # What others begin now ends who knows when: only the last may look ahead.
@@ -111,47 +110,51 @@ class _Fleet:
         self._progress(1.0)
         return self._timing
 
+    def _expect(self) -> None:
+        """Note when each request comes, or after which answer."""
+        spans = self._trace.spans
+        closed = self._rules.closed and self._rules.speed_up == 1
+        answers = answers_before(self._trace) if closed else [-1] * len(spans)
+        for place, ((came_s, _), answer) in enumerate(zip(spans, answers, strict=True)):
+            ended_s = spans[answer][1] if answer >= 0 else None
+            if ended_s is None:
+                self._arrivals.append((came_s / self._rules.speed_up, place))
+            else:
+                self._after.setdefault(answer, []).append((came_s - ended_s, place))
+                self._timing.num_after += 1
+
     def _next_s(self) -> float:
         """When the next thing happens; infinity when nothing will."""
-        event_s = self._events[0][0] if self._events else inf
-        return min(event_s, self._next_arrival_s)
+        return min(
+            self._events[0][0] if self._events else inf,
+            self._arrivals[0][0] if self._arrivals else inf,
+        )
 
-    @property
-    def _next_arrival_s(self) -> float:
-        return self._arrivals_s[self._next] if self._next < len(self._arrivals_s) else inf
-
-    def _arrivals(self, now_s: float) -> set[int]:
+    def _receive(self, now_s: float) -> set[int]:
         """Send what comes now to its worker. Returns the workers."""
         due = set()
-        while self._next_arrival_s <= now_s:
-            place, answer = self._next, self._answers[self._next]
-            self._next += 1
-            if place % _NEWS == 0:
-                self._progress(place / len(self._arrivals_s))
-            if answer >= 0 and not self._ended[answer]:
-                self._behind.setdefault(answer, []).append(place)
-            else:
-                self._released.append(place)
-        while self._released:
-            released, self._released = self._released, []
-            due |= {number for place in released if (number := self._send(place, now_s)) >= 0}
+        while self._arrivals and self._arrivals[0][0] <= now_s:
+            number = self._send(heappop(self._arrivals)[1], now_s)
+            if number is not None:
+                due.add(number)
         return due
 
-    def _send(self, place: int, now_s: float) -> int:
-        """The worker that got the request, or -1."""
+    def _send(self, place: int, now_s: float) -> int | None:
+        """The worker that got the request. None: it is over at once."""
         record = self._trace[place]
-        counts = place >= int(len(self._trace) * self._rules.warmup)
+        if self._num_sent % _NEWS == 0:
+            self._progress(self._num_sent / len(self._trace))
+        self._num_sent += 1
         if record.cancelled_at == 0:
-            self._timing.num_left += counts
+            self._timing.num_left += place >= self._first_counted
         else:
             chain = self._workers[0].chain(record, keep_partial=self._rules.keep_partial)
-            at = self._route(self._num_routed, record, chain, self._workers)
-            self._num_routed += 1
+            at = self._route(self._num_sent - 1, record, chain, self._workers)
             if self._workers[at].send(record, chain, now_s) is not None:
                 return at
-            self._timing.num_refused += counts
-        self._answered(place)
-        return -1
+            self._timing.num_refused += place >= self._first_counted
+        self._answered(place, now_s)
+        return None
 
     def _begin(self, worker: Worker, now_s: float, until_s: float) -> None:
         """Its next step, or the wait for a load."""
@@ -165,13 +168,13 @@ class _Fleet:
 
     def _end(self, journeys: list[Journey]) -> None:
         for journey in journeys:
-            if journey.place >= int(len(self._trace) * self._rules.warmup):
+            if journey.place >= self._first_counted:
                 if journey.first_token_s < 0:
                     self._timing.num_left += 1
                 else:
                     self._timing.journeys.append(journey)
-            self._answered(journey.place)
+            self._answered(journey.place, journey.ended_s)
 
-    def _answered(self, place: int) -> None:
-        self._ended[place] = 1
-        self._released += self._behind.pop(place, ())
+    def _answered(self, place: int, ended_s: float) -> None:
+        for gap_s, follower in self._after.pop(place, ()):
+            heappush(self._arrivals, (ended_s + gap_s, follower))

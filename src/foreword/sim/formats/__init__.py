@@ -8,6 +8,7 @@ from foreword.sim.formats import (
     hashed,
     lengths,
     logs,
+    request_log,
     sessions,
     spans,
     tokens,
@@ -16,6 +17,7 @@ from foreword.sim.formats import (
 from foreword.sim.formats.reading import Format
 
 FORMATS: tuple[Format, ...] = (
+    *request_log.FORMATS,
     *sessions.FORMATS,
     *tracelab.FORMATS,
     *logs.FORMATS,
