@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.core.cost import StepCost, TierCost
-from foreword.sim.formats.reading import Format, Reading, count, mapping, number, objects, text
+from foreword.sim.formats.fields import count, mapping, number, objects, text
+from foreword.sim.formats.reading import Format, Reading
 from foreword.sim.ids import OWN_MAX
 from foreword.sim.pieces import Bad, unpacked
 from foreword.sim.trace import Record, TraceError
