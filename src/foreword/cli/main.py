@@ -1,8 +1,8 @@
 """The `foreword` command: finds the subcommand, reads its arguments, runs it.
 
 A command is a module with `add_arguments(parser)` and `run(args)`, imported only when it is asked
-for. `run` returns an exit code, or a measurement: printed, as JSON with `--json`, and an exit code
-of 1 where it has an `ok` that is false.
+for. `run` returns an exit code; or a text to print; or a measurement: printed, as JSON with
+`--json`, and an exit code of 1 where it has an `ok` that is false.
 """
 
 import argparse
@@ -32,6 +32,7 @@ COMMANDS = {
     "cache clear": ("foreword.cli.cache", True, "let a running server forget all prefixes"),
     "events": ("foreword.cli.events", False, "what workers say that their caches gain and lose"),
     "replay": ("foreword.cli.replay", False, "what a cache would have reused of recorded traffic"),
+    "plan": ("foreword.cli.plan", True, "which sizes of cache a model, a machine, traffic ask for"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
@@ -135,6 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"foreword {name}: {failure}", file=sys.stderr)
         return failure.exit_code
     try:
+        if isinstance(result, str):
+            print(result, flush=True)
+            return 0
         return result if isinstance(result, int) else _report(result, as_json=args.json)
     except BrokenPipeError:  # who reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

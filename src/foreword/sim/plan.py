@@ -4,8 +4,9 @@ when loading beats computing. Each figure carries its formula and what went into
 Rates are those of data sheets: `mfu` says which part of the peak a prefill reaches.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from foreword.core.cost import StepCost, TierCost, num_pairs
 from foreword.sim.catalogue import Hardware
@@ -105,7 +106,7 @@ class Deployment:
         """Seconds until the KV of so many tokens is on the device."""
         return tier.cost.load_s(round(num_tokens * self.kv_bytes))
 
-    def data_sheet_tiers(self) -> tuple[PlannedTier, ...]:
+    def rated_tiers(self) -> tuple[PlannedTier, ...]:
         """The machine's own, all devices of a replica loading at once; from host memory each copy
         of the KV comes over a link of its own."""
         hardware, devices = self.hardware, self.devices_per_replica
@@ -148,7 +149,7 @@ def deployment(
             f"more devices (--hardware {hardware.name}:N), or smaller weights (--weights-dtype)"
         )
     site = Deployment(model, hardware, weights_bytes, DTYPE_BYTES[kv_dtype], mfu, devices)
-    return replace(site, tiers=tuple(tiers) or site.data_sheet_tiers())
+    return replace(site, tiers=tuple(tiers) or site.rated_tiers())
 
 
 def figures(site: Deployment) -> list[Figure]:
@@ -220,9 +221,9 @@ def _kv_bytes_figure(site: Deployment) -> Figure:
 def _attention_share(site: Deployment, num_tokens: int) -> Figure:
     step = site.step
     return Figure(
-        f"attention at {num_tokens:,} tokens",
+        f"attention over the rest, {num_tokens:,} tokens",
         num_pairs(num_tokens, 0) * step.per_pair_s / (num_tokens * step.per_token_s),
-        "of the rest",
+        "share",
         "pairs × FLOPs of a pair ÷ (tokens × FLOPs of a token)",
         {
             "pairs": num_pairs(num_tokens, 0),
@@ -312,3 +313,67 @@ def load_table(site: Deployment, lengths: Sequence[int] = PROMPT_LENGTHS) -> Tab
             "break_even_bytes_per_s": "bytes ÷ recompute_s",
         },
     )
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that is said of a deployment. `notes`: what whoever reads the figures should know."""
+
+    site: Deployment
+    figures: list[Figure]
+    tables: list[Table]
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        site = self.site
+        return {
+            "model": {**asdict(site.model), "attention": site.model.attention},
+            "hardware": asdict(site.hardware),
+            "replicas_of_the_machine": site.num_replicas,
+            "devices_per_replica": site.devices_per_replica,
+            "mfu": site.mfu,
+            "notes": self.notes,
+            "figures": {
+                figure.name: {
+                    "value": figure.value,
+                    "unit": figure.unit,
+                    "formula": figure.formula,
+                    "inputs": dict(figure.inputs),
+                }
+                for figure in self.figures
+            },
+            "tables": {
+                table.name: {"rows": list(table.rows), "formulas": dict(table.formulas)}
+                for table in self.tables
+            },
+        }
+
+
+def plan_of(site: Deployment) -> Plan:
+    """Of the model and the machine alone."""
+    return Plan(site, figures(site), [tier_table(site), load_table(site)], list(_notes(site)))
+
+
+def _notes(site: Deployment) -> Iterator[str]:
+    model = site.model
+    if model.num_window_layers:
+        kept = model.kv_numbers // model.num_layers * site.kv_number_bytes
+        yield (
+            f"{model.num_window_layers} of {model.num_layers} layers attend to the last "
+            f"{model.window:,} tokens only. The KV of a token has all layers, since whoever "
+            "resumes at it needs them; an engine that drops what has left the window holds "
+            f"{(model.num_layers - model.num_window_layers) * kept:,.0f} bytes of a token for long"
+        )
+    if site.copies > 1:
+        yield (
+            f"{site.devices_per_replica} devices of a replica hold each token's KV "
+            f"{site.copies:g} times, as tensor parallelism does; what splits requests among them "
+            "instead holds it once"
+        )
+    if site.hardware.name != "here":
+        peak = "at" if site.mfu == 1 else f"at {site.mfu:g} of"
+        yield (
+            f"prefill {peak} the 16-bit peak of the data sheet: real ones reach a part of it "
+            "(--mfu 0.4), which speaks for loading; small transfers pay for each, which speaks "
+            "for computing"
+        )

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from foreword.core.cost import num_pairs
+from foreword.sim.plan import Deployment, Figure
 from foreword.sim.trace import Record, Trace
 
 _LAST_ID = 2**32 - 2  # importers keep ids below the mark of sim.prompt
@@ -162,6 +164,54 @@ class Rag:
             yield _record(prompt, start_s, segments.new(self.reply))
 
 
+def chat_figures(chat: Chat, site: Deployment) -> list[Figure]:
+    """Of one session, whose earlier turns are all on the device."""
+    parts = {
+        "system": chat.system,
+        "turns": chat.turns,
+        "user": chat.user,
+        "reply": chat.reply,
+    }
+    last, step = chat.prompt_tokens(chat.turns), site.step
+    new = min(last, chat.user + (chat.reply if chat.turns > 1 else chat.system))
+    kept = "system + turns × user"
+    rates = {"token": step.per_token_s, "pair": step.per_pair_s}
+    seconds = "tokens × token + pairs × pair"
+    return [
+        Figure(
+            "prompt tokens of a session",
+            chat.num_prompt_tokens(),
+            "",
+            "turns × (system + user) + turns × (turns - 1) ÷ 2 × (user + reply)",
+            parts,
+        ),
+        Figure(
+            "of them new, each reply once",
+            chat.num_new_tokens(replies_kept=False),
+            "",
+            f"{kept} + (turns - 1) × reply",
+            parts,
+        ),
+        Figure(
+            "of them new, replies' KV kept", chat.num_new_tokens(replies_kept=True), "", kept, parts
+        ),
+        Figure(
+            "last turn's prefill, nothing kept",
+            step.prefill_s(last),
+            "s",
+            seconds,
+            {"tokens": last, "pairs": num_pairs(last, 0), **rates},
+        ),
+        Figure(
+            "last turn's prefill, each reply once",
+            step.prefill_s(new, last - new),
+            "s",
+            seconds,
+            {"tokens": new, "pairs": num_pairs(new, last - new), **rates},
+        ),
+    ]
+
+
 Workload = Chat | Agents | FewShot | Rag
 KINDS: dict[str, type[Workload]] = {
     "chat": Chat,
@@ -196,10 +246,14 @@ def described(text: str) -> Workload:
 
 
 def trace_of(workload: Workload, seed: int = 0) -> Trace:
-    """Its requests, by arrival. The same seed gives the same trace."""
+    """Its requests, by arrival. The same seed gives the same trace. Raises WorkloadError."""
     trace = Trace(1)
-    for record in workload.records(random.Random(seed), Segments()):
-        trace.add(record)
+    try:
+        for record in workload.records(random.Random(seed), Segments()):
+            trace.add(record)
+    except WorkloadError:
+        trace.close()
+        raise
     return trace
 
 

@@ -1,0 +1,118 @@
+"""`foreword plan`: from words to figures, and what it says of words that cannot be."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import LLAMA
+from foreword.cli.main import main
+
+BASE = ["plan", "--model", "llama-3.1-8b", "--hardware", "h100"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said(capsys, *words, "--json"))
+    return found
+
+
+def test_figures_and_tables_of_the_reference_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, *BASE)
+    for words in (
+        "131,072 B (128 KiB)",
+        " 16.2 µs\n",
+        "8.07 GB/s",
+        "10,000  disk     1.31 GB  93.6 ms     189 ms   6.94 GB/s  load",
+        "Note: prefill at the 16-bit peak of the data sheet",
+    ):
+        assert words in text
+    assert " = " not in text
+    explained = said(capsys, *BASE, "--explain")
+    assert re.search(r"= KV of a token ÷ prefill per token: KV of a token 131,072", explained)
+    assert "us_per_token = KV of a token × shared_by ÷ bandwidth" in explained
+
+
+def test_tiers_prices_and_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--workload",
+        "chat:sessions=4,turns=6,think=1,rate=0.5",
+        "--mfu",
+        "0.4",
+        "--kv-dtype",
+        "fp8",
+    ]
+    words += ["--tier", "host=2GB@64GB/s", "--tier", "disk=1TB@14GB/s,shared_by=8,latency=0.1ms"]
+    words += ["--price", "disk=100/TB", "--price", "host=3/GB", "--hardware", "h100:2"]
+    found = as_json(capsys, *BASE, *words)
+    assert found["figures"]["KV of a token"]["value"] == 65_536
+    assert found["figures"]["of them new, replies' KV kept"]["value"] == 4600
+    rows = found["tables"]["tiers"]["rows"]
+    assert [row["tier"] for row in rows] == ["device", "device of 2 replicas", "host", "disk"]
+    assert rows[3]["us_per_token"] == pytest.approx(65_536 * 8 / 14e9 * 1e6)
+    assert found["figures"]["recommended host"]["value"] == 0  # the device has room for all
+    ways = [row["way"] for row in found["tables"]["time to the first token"]["rows"]]
+    assert ways == ["nothing kept", "device alone"]
+
+
+def test_a_trace_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = [
+        json.dumps(
+            {"timestamp": 1000 * at, "input_length": 1500, "output_length": 9, "hash_ids": ids}
+        )
+        for at, ids in enumerate(([1, 2, 3], [1, 2, 4], [5, 6, 7], [1, 2, 8]))
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    found = as_json(capsys, *BASE, "--trace", str(path))
+    last = found["tables"]["hit rate by size"]["rows"][-1]
+    assert last["hit_share"] == pytest.approx(2 * 1024 / 6000)
+    assert found["figures"]["replicas, nothing kept"]["inputs"]["requests per second"] == (
+        pytest.approx(4 / 3)
+    )
+
+
+def test_a_model_from_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    found = as_json(capsys, "plan", "--model", str(tmp_path), "--hardware", "l40s")
+    assert found["model"]["attention"] == "GQA"
+    assert found["figures"]["KV of a token"]["value"] == 131_072
+
+
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "plan", "--model", "smollm2-135m", "--hardware", "here")
+    hardware = found["hardware"]
+    assert all(hardware[name] > 1e6 for name in ("flops_per_s", "disk_bytes_per_s", "hbm_bytes"))
+    assert [row["tier"] for row in found["tables"]["tiers"]["rows"]] == ["device", "host", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--model llama-3.1-9b --hardware h100", "is no file and none of llama-3.1-8b"),
+        ("--model llama-3.1-8b --hardware h10", "--hardware h10 is none of h100"),
+        ("--model llama-3.1-8b --hardware h100:x", "no number of devices"),
+        ("--model llama-3.1-70b --hardware h100", "more devices (--hardware h100:N)"),
+        ("--model llama-3.1-8b --hardware h100 --mfu 2", "'2' is no part of a whole"),
+        ("--model llama-3.1-8b --hardware h100 --tier disk=1TB", "is no tier: write it as"),
+        ("--model llama-3.1-8b --hardware h100 --tier d=1TB@1GB/s,x=1", "can be shared_by=8"),
+        ("--model llama-3.1-8b --hardware h100 --price disk=3", "is no price"),
+        ("--model llama-3.1-8b --hardware h100 --price tape=3/GB", "only host, disk, network"),
+        ("--model llama-3.1-8b --hardware h100 --workload talk", "no workload 'talk'"),
+        ("--model llama-3.1-8b --hardware h100 --trace none.jsonl", "cannot be read: No such"),
+        ("--model llama-3.1-8b --hardware h100 --trace - --workload chat", "not both"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words.split()]) in (2, 3, 5)
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
