@@ -4,7 +4,6 @@ which sizes of cache a trace or a described workload asks for."""
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from foreword.cli.failure import Failure
 from foreword.cli.here import measured_hardware
 from foreword.cli.plan_text import page
 from foreword.cli.settings import count, size
+from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar
 from foreword.core.cost import TierCost
 from foreword.sim.catalogue import HARDWARE, MODELS, Hardware, hardware_named
-from foreword.sim.importer import read_trace
 from foreword.sim.model import DTYPE_BYTES, ModelShape, ShapeError, read_shape
 from foreword.sim.plan import (
     Deployment,
@@ -26,6 +25,7 @@ from foreword.sim.plan import (
     deployment,
     plan_of,
 )
+from foreword.sim.replay import BLOCK_SIZE
 from foreword.sim.sizing import verdict
 from foreword.sim.trace import Trace, TraceError
 from foreword.sim.traffic import traffic_of
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="which part of the peak prefill reaches, such as 0.4",
     )
-    parser.add_argument("--trace", help="a file that foreword replay reads, or - for its input")
+    add_trace_flags(parser, "--trace")
     parser.add_argument(
         "--workload",
         metavar="KIND[:NAME=NUMBER,…]",
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | str:
         if isinstance(workload, Chat):
             plan.figures += chat_figures(workload, site)
         if args.trace or workload:
-            add_traffic(plan, opened(args.trace) if workload is None else trace_of(workload))
+            trace = opened_trace(args) if workload is None else trace_of(workload)
+            add_traffic(plan, trace, args.block_size or BLOCK_SIZE)
     except (PlanError, ShapeError, TraceError, WorkloadError) as error:
         raise Failure(str(error), "settings") from error
     return plan.as_json() if args.json else "\n".join(page(plan, explain=args.explain))
@@ -153,26 +154,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.4) or names)
 
 
-def add_traffic(plan: Plan, trace: Trace) -> None:
+def add_traffic(plan: Plan, trace: Trace, block_size: int) -> None:
     """What the requests ask for; closes the trace."""
     site = plan.site
     with trace:
         sizes = [number * site.device_tokens for number in _REPLICAS]
         sizes += [tier.num_bytes / site.kv_bytes for tier in site.tiers if tier.num_bytes]
-        traffic = traffic_of(trace, sizes)
+        traffic = traffic_of(trace, sizes, block_size, progress_bar())
         plan.notes += trace.notes
     found = verdict(site, traffic)
     plan.figures += found.figures
     plan.tables += found.tables
     plan.notes += found.notes
-
-
-def opened(source: str) -> Trace:
-    """Raises Failure, TraceError."""
-    try:
-        return read_trace(sys.stdin.buffer if source == "-" else Path(source))
-    except OSError as error:
-        raise Failure(f"--trace {source} cannot be read: {error.strerror}", "usage") from error
 
 
 def part(text: str) -> float:

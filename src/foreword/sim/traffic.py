@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from foreword.sim.opt import Future
 from foreword.sim.prompt import Visit, visit
+from foreword.sim.replay import BLOCK_SIZE
 from foreword.sim.trace import Record, Trace, TraceError
 from foreword.sim.trial import UNLIMITED, Setting, Trial
 
-BLOCK_TOKENS = 16  # for traces of token ids; others have their own
 _POINTS = 12
 _FUTURE_SHARE = 0.2  # of the time, for the progress that is told
 
@@ -42,17 +42,19 @@ class Traffic:
 def traffic_of(
     trace: Trace,
     sizes: Sequence[float],
+    block_size: int = BLOCK_SIZE,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Traffic:
     """Replays a trace under LRU, one request after another, with caches of these sizes (tokens) and
-    of others up to the one that holds everything. Raises TraceError where there are no requests."""
+    of others up to the one that holds everything. `block_size` is as Rules has it. Raises
+    TraceError where there are no requests."""
     if not len(trace):
         raise TraceError("the trace has no requests")
-    ids_each = 1 if trace.id_tokens > 1 else BLOCK_TOKENS
+    ids_each = 1 if trace.id_tokens > 1 else block_size
     block_tokens = ids_each * trace.id_tokens
 
     def visited(record: Record) -> Visit:
-        return visit(record, BLOCK_TOKENS)
+        return visit(record, block_size)
 
     with Future(trace, visited, lambda share: progress(share * _FUTURE_SHARE)) as future:
         all_blocks = future.num_blocks
