@@ -129,7 +129,7 @@ def test_only_known_files_lie_at_the_top() -> None:
     ).stdout.split()
     tops = {name.split("/")[0] for name in listed}
     assert tops <= {
-        *(".ci", ".gitignore", "docs", "src", "tests", "tools", "packaging", "Makefile"),
+        *(".ci", ".gitignore", "bench", "docs", "src", "tests", "tools", "packaging", "Makefile"),
         *(
             "pyproject.toml",
             "constraints.txt",

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "foreword"
 SOURCES = sorted(SRC.rglob("*.py"))
 ALL = SOURCES + [
-    path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))
+    path for folder in ("tests", "tools", "bench") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 CORE_LINES_MAX = 3000  # A newcomer reads the core in an hour.
