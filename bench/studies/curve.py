@@ -28,7 +28,7 @@ def page(args: argparse.Namespace) -> str:
     with trace_named(args, CONVERSATION) as whole, shortened(whole, args.quick) as trace:
         settings = [Setting(name, (size,)) for size in PUBLISHED for name in POLICIES]
         settings.append(Setting("lru", (UNLIMITED,)))
-        late = replay(trace, settings, Rules(warmup=0.5, keep_partial=True))
+        late = replay(trace, settings, Rules(warmup=0.5))
         cold = replay(trace, settings, Rules())
         name = args.trace.name if args.trace else CONVERSATION
         return f"""
@@ -39,16 +39,15 @@ def page(args: argparse.Namespace) -> str:
 ones.
 
 **Run:** the trace through the production cache, one request after another; OPT is the same cache
-under the trace's own future. Answers are not in the trace. **Modelled:** nothing. **Published:**
+under the trace's own future. A prompt's unfinished last block takes room and matches nothing, as in
+engines that hash full blocks; answers are not in the trace. **Modelled:** nothing. **Published:**
 for the conversation trace, by kvcache-simulator 0.1.3.
 
-The last half of the requests, share of prompt tokens reused. As in kvcache-simulator, a prompt's
-unfinished last block takes room, and an equal one matches it:
+The last half of the requests, share of prompt tokens reused:
 
 {curve(late, PUBLISHED if not args.trace else {})}
 
-All requests, from an empty cache. Unfinished last blocks match nothing, as in engines that hash
-full blocks, and take no room:
+All requests, from an empty cache:
 
 {curve(cold, {})}
 

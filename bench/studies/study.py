@@ -81,10 +81,13 @@ class Cache:
             assert isinstance(effect, Copy), "there are no tiers"
             self.core.filled(lease, effect.num_tokens)
         num_reused = lease.num_reused_tokens * self._id_tokens
-        lease.chain = seen.whole  # the prompt, and what its answer adds
-        grown = self.core.extend(lease, len(seen.whole))
-        assert grown, "it fits, and nothing else runs"
-        self.core.filled(lease, seen.num_filled - lease.num_computed_tokens)
+        num_prompt = min(seen.num_filled, len(seen.prompt))
+        self.core.filled(lease, num_prompt - lease.num_computed_tokens)
+        lease.chain = seen.whole  # the prompt, and what its answer adds, block by block
+        for end in seen.answer_ends:
+            grown = self.core.extend(lease, end)
+            assert grown, "it fits, and nothing else runs"
+            self.core.filled(lease, end - lease.num_computed_tokens)
         self.core.release(lease)
         return num_reused
 

@@ -85,6 +85,21 @@ def test_a_model_from_its_config(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert found["figures"]["KV of a token"]["value"] == 131_072
 
 
+def test_the_commands_of_the_guide_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(line))
+    monkeypatch.chdir(tmp_path)
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "plan.md").read_text()
+    commands = re.findall(r"^foreword (plan .*)$", guide, re.MULTILINE)
+    assert len(commands) == 4
+    shown = "".join(said(capsys, *command.split()) for command in commands)
+    for figure in ("131,072 B (128 KiB)", "8.07 GB/s", "1.31 GB", "20.5 ms", "93.6 ms", "189 ms"):
+        assert figure in guide
+        assert figure in shown
+
+
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "plan", "--model", "smollm2-135m", "--hardware", "here")
     hardware = found["hardware"]

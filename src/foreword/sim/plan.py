@@ -107,13 +107,14 @@ class Deployment:
         return tier.cost.load_s(round(num_tokens * self.kv_bytes))
 
     def rated_tiers(self) -> tuple[PlannedTier, ...]:
-        """The machine's own, all devices of a replica loading at once; from host memory each copy
-        of the KV comes over a link of its own."""
+        """The machine's own, all devices of a replica loading at once. Each copy of the KV passes a
+        device's link; a disk is read once for all of them."""
         hardware, devices = self.hardware, self.devices_per_replica
+        links = devices / self.copies
         rates = {
-            "host": devices / self.copies * hardware.host_bytes_per_s,
-            "disk": devices * hardware.disk_bytes_per_s,
-            "network": devices * hardware.network_bytes_per_s,
+            "host": links * hardware.host_bytes_per_s,
+            "disk": min(devices * hardware.disk_bytes_per_s, links * hardware.host_bytes_per_s),
+            "network": links * hardware.network_bytes_per_s,
         }
         sizes = {"host": hardware.machine_host_bytes, "disk": hardware.machine_disk_bytes}
         return tuple(

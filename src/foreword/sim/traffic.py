@@ -8,7 +8,7 @@ from foreword.sim.opt import Future
 from foreword.sim.prompt import Visit, visit
 from foreword.sim.replay import BLOCK_SIZE
 from foreword.sim.trace import Record, Trace, TraceError
-from foreword.sim.trial import UNLIMITED, Setting, Trial
+from foreword.sim.trial import UNLIMITED, CoreTrial, Setting
 
 _POINTS = 12
 _FUTURE_SHARE = 0.2  # of the time, for the progress that is told
@@ -59,7 +59,7 @@ def traffic_of(
     with Future(trace, visited, lambda share: progress(share * _FUTURE_SHARE)) as future:
         all_blocks = future.num_blocks
         trials = {
-            blocks * block_tokens: Trial(
+            blocks * block_tokens: CoreTrial(
                 Setting("lru", (blocks if blocks < all_blocks else UNLIMITED,)),
                 future,
                 ids_each,
