@@ -97,7 +97,8 @@ Made-up chats:
 
 Where room is short the tail falls, as published, and the mean rises: short chats pay for long ones.
 Where there is room LRU is better in all of it, since long chats that have ended keep what they
-needed, and short ones that go on lose it.
+needed, and short ones that go on lose it. On recorded prompts some of the gain is not of the tail:
+their unfinished last blocks, which nothing finds again, count as safe.
 
 *Goal*: the seconds that the policy is given, and, with it, the tokens that may be computed in them;
 in brackets what differs from LRU. *Later*: the share of requests whose first token takes longer

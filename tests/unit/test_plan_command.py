@@ -100,6 +100,29 @@ def test_the_commands_of_the_guide_run(
         assert figure in shown
 
 
+def test_costs_that_an_engine_learnt_go_before_those_of_data_sheets(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = {"foreword": "1", "started": 1.0, "model": "m", "blocks": 50, "block_size": 16}
+    run |= {"block_bytes": 16 * 23_040, "max_num_seqs": 8, "max_batch_tokens": 512}
+    run |= {"max_prefill_tokens": 2048, "reuse": True, "tiers": [{"name": "disk", "blocks": 100}]}
+    costs = {"steps": 9, "per_token_s": 0.001, "per_step_s": 0.01, "read_block_s": [0.002]}
+    log = tmp_path / "log.jsonl"
+    words = ["plan", "--model", "smollm2-135m", "--hardware", "here", "--costs", str(log)]
+    log.write_text(json.dumps(run) + "\n" + json.dumps({"costs": costs}) + "\n")
+    found = as_json(capsys, *words)
+    assert found["figures"]["prefill per token"]["value"] == 0.001
+    (disk,) = [row for row in found["tables"]["tiers"]["rows"] if row["tier"] != "device"]
+    assert disk["tokens"] == 1600
+    assert disk["us_per_token"] == pytest.approx(0.002 / 16 * 1e6)
+    row = found["tables"]["load or recompute"]["rows"][0]
+    assert row["recompute_s"] == pytest.approx(1.01)
+    for text, told in ((json.dumps(run), "a log without costs"), ("{}", "no log of foreword")):
+        log.write_text(text + "\n")
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "plan", "--model", "smollm2-135m", "--hardware", "here")
     hardware = found["hardware"]

@@ -3,6 +3,7 @@ which sizes of cache a trace or a described workload asks for."""
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from foreword.cli.settings import count, size
 from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar
 from foreword.core.cost import TierCost
 from foreword.sim.catalogue import HARDWARE, MODELS, Hardware, hardware_named
+from foreword.sim.formats.request_log import read_engine
 from foreword.sim.model import DTYPE_BYTES, ModelShape, ShapeError, read_shape
 from foreword.sim.plan import (
     Deployment,
@@ -54,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
     parser.add_argument(
         "--devices-per-replica", type=count, help="(the fewest that hold the weights)"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="LOG",
+        help="a request log of foreword serve, whose engine learnt what its steps and tiers cost: "
+        "in place of the hardware's rates",
     )
     parser.add_argument(
         "--mfu",
@@ -116,6 +125,8 @@ def site_of(args: argparse.Namespace) -> Deployment:
         devices_per_replica=args.devices_per_replica,
         tiers=args.tier,
     )
+    if args.costs:
+        site = as_learnt(site, args.costs, keep_tiers=bool(args.tier))
     prices = dict(args.price)
     unknown = set(prices) - {tier.name for tier in site.tiers}
     if unknown:
@@ -123,6 +134,25 @@ def site_of(args: argparse.Namespace) -> Deployment:
         raise Failure(f"--price {min(unknown)}: there is no such tier, only {names}", "usage")
     tiers = tuple(replace(tier, per_gb=prices.get(tier.name)) for tier in site.tiers)
     return replace(site, tiers=tiers)
+
+
+def as_learnt(site: Deployment, log: Path, *, keep_tiers: bool) -> Deployment:
+    """With what the engine of a request log learnt. Raises Failure, TraceError."""
+    try:
+        engine = read_engine(log)
+    except OSError as error:
+        raise Failure(f"--costs {log} cannot be read: {error.strerror}", "usage") from error
+    if engine is None or not engine.num_cost_steps:
+        what = "a log without costs: serve more requests" if engine else "no log of foreword serve"
+        raise Failure(f"--costs {log} is {what} (foreword serve --request-log FILE)", "usage")
+    shape = engine.shape
+    own = [
+        PlannedTier(room.name, room.num_blocks * shape.block_bytes, room.cost)
+        for room in shape.tiers
+        if room.cost.bytes_per_s < math.inf  # where the log has a read
+    ]
+    tiers = tuple(own) if own and not keep_tiers else site.tiers
+    return replace(site, learnt=shape.cost, tiers=tiers)
 
 
 def model_named(name: str) -> ModelShape:

@@ -65,6 +65,7 @@ class Deployment:
     mfu: float
     devices_per_replica: int
     tiers: tuple[PlannedTier, ...] = ()
+    learnt: StepCost | None = None  # by an engine of its own steps, in place of the rated one
 
     @property
     def num_replicas(self) -> int:
@@ -100,7 +101,7 @@ class Deployment:
     @property
     def step(self) -> StepCost:
         """What a replica's prefill costs."""
-        return self.model.step_cost(self.flops_per_s)
+        return self.learnt or self.model.step_cost(self.flops_per_s)
 
     def load_s(self, tier: PlannedTier, num_tokens: int) -> float:
         """Seconds until the KV of so many tokens is on the device."""
@@ -177,19 +178,7 @@ def figures(site: Deployment) -> list[Figure]:
                 "weights": site.weights_bytes,
             },
         ),
-        Figure(
-            "prefill per token",
-            per_token_s,
-            "s",
-            "(2 × active parameters + windowed attention) ÷ (devices × peak × mfu)",
-            {
-                "active parameters": model.num_active_params,
-                "windowed attention": model.num_window_layers * model.window * model.flops_per_pair,
-                "devices": site.devices_per_replica,
-                "peak": hardware.flops_per_s,
-                "mfu": site.mfu,
-            },
-        ),
+        _prefill_figure(site),
         Figure(
             "break-even bandwidth",
             site.kv_bytes / per_token_s,
@@ -219,18 +208,37 @@ def _kv_bytes_figure(site: Deployment) -> Figure:
     return Figure("KV of a token", site.kv_bytes, "B", formula, inputs)
 
 
+def _prefill_figure(site: Deployment) -> Figure:
+    model, per_token_s = site.model, site.step.per_token_s
+    if site.learnt:
+        return Figure("prefill per token", per_token_s, "s", "learnt", {"learnt": per_token_s})
+    return Figure(
+        "prefill per token",
+        per_token_s,
+        "s",
+        "(2 × active parameters + windowed attention) ÷ (devices × peak × mfu)",
+        {
+            "active parameters": model.num_active_params,
+            "windowed attention": model.num_window_layers * model.window * model.flops_per_pair,
+            "devices": site.devices_per_replica,
+            "peak": site.hardware.flops_per_s,
+            "mfu": site.mfu,
+        },
+    )
+
+
 def _attention_share(site: Deployment, num_tokens: int) -> Figure:
     step = site.step
     return Figure(
         f"attention over the rest, {num_tokens:,} tokens",
         num_pairs(num_tokens, 0) * step.per_pair_s / (num_tokens * step.per_token_s),
         "share",
-        "pairs × FLOPs of a pair ÷ (tokens × FLOPs of a token)",
+        "pairs × seconds of a pair ÷ (tokens × prefill per token)",
         {
             "pairs": num_pairs(num_tokens, 0),
-            "FLOPs of a pair": step.per_pair_s * site.flops_per_s,
+            "seconds of a pair": step.per_pair_s,
             "tokens": num_tokens,
-            "FLOPs of a token": step.per_token_s * site.flops_per_s,
+            "prefill per token": step.per_token_s,
         },
     )
 
@@ -310,7 +318,8 @@ def load_table(site: Deployment, lengths: Sequence[int] = PROMPT_LENGTHS) -> Tab
         rows,
         {
             "load_s": "latency + bytes × shared_by ÷ bandwidth",
-            "recompute_s": "tokens × prefill per token + pairs × FLOPs of a pair ÷ FLOP/s",
+            "recompute_s": "tokens × prefill per token + pairs × seconds of a pair"
+            + (" + seconds of a step" if site.learnt else ""),
             "break_even_bytes_per_s": "bytes ÷ recompute_s",
         },
     )
@@ -371,7 +380,9 @@ def _notes(site: Deployment) -> Iterator[str]:
             f"{site.copies:g} times, as tensor parallelism does; what splits requests among them "
             "instead holds it once"
         )
-    if site.hardware.name != "here":
+    if site.learnt:
+        yield "prefill costs what the engine of the log learnt, whatever the hardware's peak is"
+    elif site.hardware.name != "here":
         peak = "at" if site.mfu == 1 else f"at {site.mfu:g} of"
         yield (
             f"prefill {peak} the 16-bit peak of the data sheet: real ones reach a part of it "
