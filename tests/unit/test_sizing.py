@@ -20,7 +20,17 @@ from foreword.sim.sizing import (
 )
 from foreword.sim.trace import Record, Trace, TraceError
 from foreword.sim.traffic import Traffic, traffic_of
-from foreword.sim.workload import Agents, Chat, FewShot, Rag, WorkloadError, described, trace_of
+from foreword.sim.workload import (
+    Agents,
+    Chat,
+    FewShot,
+    Rag,
+    WorkloadError,
+    chat_figures,
+    described,
+    trace_of,
+)
+from formulas import by_formula
 
 HOST = PlannedTier("host", 0, TierCost(0.0, 64e9))
 SLOW = PlannedTier("disk", 0, TierCost(0.0, 1e9))
@@ -98,6 +108,17 @@ def test_replicas_and_queue_follow_the_rate() -> None:
     wait_s = rate * slowed_s**2 / (2 * (1 - rate * slowed_s))
     assert row["queued_mean_s"] == pytest.approx(work_s + wait_s)
     assert "no rate" not in " ".join(found.notes)
+
+
+def test_each_formula_of_traffic_gives_its_figure() -> None:
+    place = site(HOST, SLOW)
+    curve = {4000: [0, 500], 8000: [900, 950], 10**6: [950, 950]}
+    for chat in (Chat(), Chat(system=0, turns=1), Chat(turns=2, reply=0)):
+        figures = chat_figures(chat, place)
+        figures += verdict(place, traffic(curve, [1000, 1000], span_s=0.001)).figures
+        assert len(figures) >= 9
+        for figure in figures:
+            assert by_formula(figure) == pytest.approx(figure.value), figure.name
 
 
 def test_without_times_there_is_no_rate() -> None:
