@@ -14,7 +14,7 @@ from typing import Any
 
 from foreword.core.cost import StepCost, TierCost
 from foreword.sim.formats.fields import count, mapping, number, objects, text
-from foreword.sim.formats.reading import Format, Reading
+from foreword.sim.formats.reading import Format, Reader, Reading
 from foreword.sim.ids import OWN_MAX
 from foreword.sim.pieces import Bad, unpacked
 from foreword.sim.trace import Record, TraceError
@@ -33,7 +33,7 @@ class LoggedEngine:
     num_cost_steps: int
 
 
-class RequestLog:
+class RequestLog(Reader):
     """Reads a log line by line."""
 
     def __init__(self, reading: Reading) -> None:
