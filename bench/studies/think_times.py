@@ -58,8 +58,17 @@ class Living:
             self.block_s += max(0.0, ends_s - self._now_s)
             num_gone += 1
         self.block_s += len(self._used_s) * (now_s - self._now_s)
-        self._cache.core.evict(num_gone)
+        self._let_go(num_gone)
         self._now_s = now_s
+
+    def _let_go(self, num_blocks: int) -> None:
+        """Of the production cache, in its own order: what was used last the longest ago."""
+        core = self._cache.core
+        while num_blocks:
+            leaf = core.index.pop_leaf()
+            num_idle = core.pool.num_idle_at_end(leaf.block_ids, num_blocks)
+            core.pool.drop(core.index.cut(leaf, num_idle)[1])
+            num_blocks -= num_idle
 
 
 def page(args: argparse.Namespace) -> str:
