@@ -1,9 +1,11 @@
 """A replay of a server's request log predicts what the server counted."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
+from statistics import median
 
 import pytest
 
@@ -42,10 +44,10 @@ async def serving(settings, path):
 
 
 class Clients:
-    """Prompts that branch off earlier prompts and answers, cut anywhere."""
+    """Prompts that branch off earlier prompts and answers, cut anywhere, or off one of `openings`,
+    which are token ids."""
 
     def __init__(self, seed, openings=()):
-        """With `openings`, which are token ids, each prompt begins with one of them."""
         self.random = Random(seed)
         self.openings = openings
         self.known = [[]]
@@ -53,18 +55,18 @@ class Clients:
 
     def request(self):
         draw = self.random
-        base = draw.choice(self.openings or self.known[-12:])
-        prompt = base[: draw.choice([len(base), draw.randint(0, len(base))])][:LONGEST]
-        prompt = prompt + [draw.randrange(10, 500) for _ in range(draw.randint(1, 40))]
+        if self.openings:
+            base, n, salt, reports = draw.choice(self.openings), 1, "", False
+        else:
+            base = draw.choice(self.known[-12:])
+            base = base[: draw.choice([len(base), draw.randint(0, len(base))])][:LONGEST]
+            n, salt = draw.choice([1, 1, 1, 1, 2, 3]), draw.choice(["", "", "", "a", "b"])
+            reports = draw.random() < 0.05
+        prompt = base + [draw.randrange(10, 500) for _ in range(draw.randint(1, 40))]
         self.number += 1
         sampling = SamplingParams(
-            draw.choice([1, 3, 20, 60]),
-            temperature=1.0,
-            seed=self.number,
-            prompt_logprobs=1 if draw.random() < 0.05 else None,
+            draw.choice([1, 3, 20, 40]), seed=self.number, prompt_logprobs=1 if reports else None
         )
-        n = draw.choice([1, 1, 1, 1, 2, 3])
-        salt = draw.choice(["", "", "", "a", "b"])
         return Request(str(self.number), tuple(prompt), sampling, n, salt)
 
     async def ask(self, engine, leaves=None):
@@ -103,18 +105,29 @@ def counted(engine):
 
 
 def replayed(path):
+    """The same as a replay has it, the places of requests whose hits it has otherwise than the log,
+    and the median TTFT in both."""
     logged = read_engine(path)
     with read_trace(path) as trace:
         timing = play(trace, logged.shape, FleetRules())
-        seen = {record.place: record.num_cached_tokens for record in trace}
+        seen = {record.place: record for record in trace}
     hits = {room.name: 0 for room in logged.shape.tiers}
     for journey in timing.journeys:
         for tier, num in journey.restored.items():
             hits[logged.shape.tiers[tier].name] += num
     all_hits = sum(journey.num_hit_tokens for journey in timing.journeys)
     hits = {"device": all_hits - sum(hits.values()), **hits}
-    wrong = {j.place for j in timing.journeys if j.num_hit_tokens != seen[j.place]}
-    return (hits, sum(journey.num_tokens for journey in timing.journeys)), wrong
+    tokens = sum(journey.num_tokens for journey in timing.journeys)
+    wrong = {
+        journey.place
+        for journey in timing.journeys
+        if journey.num_hit_tokens != seen[journey.place].num_cached_tokens
+    }
+    ttfts = (
+        median(journey.first_token_s - journey.sent_s for journey in timing.journeys),
+        median(record.ttft_s for record in seen.values() if record.ttft_s is not None),
+    )
+    return (hits, tokens), wrong, ttfts
 
 
 TIERS = {
@@ -143,30 +156,42 @@ def test_a_serial_log_is_predicted_exactly(settings, tmp_path, tiers):
             return counted(engine)
 
     served = asyncio.run(work())
-    predicted, wrong = replayed(path)
+    predicted, wrong, _ttfts = replayed(path)
     assert not wrong
     assert predicted == served
     assert all(served[0].values())
 
 
 def test_a_concurrent_log_is_predicted_within_half_a_point(settings, tmp_path):
-    """Eight clients, each of whom asks again when it has its answer, share four openings."""
+    """Eight clients, each of whom asks again when it has its answer, share four openings. A step
+    takes some 20 ms, so that whatever else this machine does is little beside it."""
     path = tmp_path / "log.jsonl"
     openings = [[(7 * i + 31 * k) % 490 + 10 for i in range(60 + 30 * k)] for k in range(4)]
 
     async def client(clients, engine):
-        for _ in range(25):
+        for _ in range(15):
             await clients.ask(engine)
+            await asyncio.sleep(0.004)
 
     async def work():
         clients = Clients(3, openings)
         async with serving(replace(settings, kv_bytes=3 * settings.kv_bytes), path) as engine:
+            engine.runner.step = slowed(engine.runner.step)
             await asyncio.gather(*(client(clients, engine) for _ in range(8)))
-            assert engine.stats.num_evicted_blocks > 300
+            assert engine.stats.num_evicted_blocks > 100
             return counted(engine)
 
     hits, tokens = asyncio.run(work())
-    (predicted, replayed_tokens), _wrong = replayed(path)
+    (predicted, replayed_tokens), _wrong, (ttft_s, logged_s) = replayed(path)
     assert replayed_tokens == tokens
-    assert hits["device"] > 0.2 * tokens
+    assert hits["device"] > 0.4 * tokens
     assert abs(predicted["device"] - hits["device"]) < 0.005 * tokens
+    assert ttft_s == pytest.approx(logged_s, rel=0.15)
+
+
+def slowed(step):
+    def slow(parts):
+        time.sleep(0.02 + 0.0003 * sum(len(part.token_ids) for part in parts))
+        return step(parts)
+
+    return slow

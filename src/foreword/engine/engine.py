@@ -259,6 +259,7 @@ class TorchEngine:
     def _turn(self, busy_s: float) -> float:
         """Schedule, run, settle. Returns for how long it computed, as the turn before did."""
         begin_s = time.monotonic()
+        self._log_ended(begin_s)
         for probe, num_blocks in self.transfer.settle(busy_s):
             self.scheduler.found(probe, num_blocks)
         step = self.scheduler.schedule()
@@ -269,14 +270,17 @@ class TorchEngine:
             self._counts.learn(busy_s)
         if self._publish and (events := self.cache.take_events()):
             self._publish(events)
-        for stream in self._ended:
-            if self._log is not None:
-                self._log.add(stream)
-        self._ended.clear()
         if step.work:
+            self._log_ended(begin_s + busy_s)
             return busy_s
         self._await_tiers()
         return 0.0
+
+    def _log_ended(self, turn_end_s: float) -> None:
+        for stream in self._ended:
+            if self._log is not None:
+                self._log.add(stream, turn_end_s - stream.ended_s)
+        self._ended.clear()
 
     def _receive(self) -> None:
         """Take new and cancelled requests; sleep while there is nothing to do."""

@@ -63,9 +63,10 @@ class RequestLog:
         line = {"foreword": __version__, "started": time.time(), **facts}
         self._thread.put(partial(self._write, line, 0))
 
-    def add(self, stream: "Stream") -> None:
-        """A request ended. Called by the engine's thread."""
-        line = self._line(stream)
+    def add(self, stream: "Stream", rest_s: float) -> None:
+        """A request ended, and for so long the engine went on before it took in others. Called by
+        the engine's thread."""
+        line = self._line(stream, rest_s)
         num_tokens = len(stream.request.prompt) + sum(map(len, line["outputs"]))
         if self._num_waiting_tokens + num_tokens > _WAITING_TOKENS_MAX:
             self._drop("too many lines wait to be written")
@@ -88,7 +89,7 @@ class RequestLog:
         if self._thread.close(_CLOSE_S):
             os.close(self._file)
 
-    def _line(self, stream: "Stream") -> dict[str, Any]:
+    def _line(self, stream: "Stream", rest_s: float) -> dict[str, Any]:
         request, samples = stream.request, stream.samples
         num_prompt, first = len(request.prompt), stream.first_token_s
         line: dict[str, Any] = {
@@ -97,6 +98,7 @@ class RequestLog:
             "n": request.n,
             "ttft": None if first is None else first - stream.submitted_s,
             "total": stream.ended_s - stream.submitted_s,
+            "rest": rest_s,
             "finish": [sample.finish_reason or "cancelled" for sample in samples],
             "prompt": request.prompt,
             "outputs": [sample.chain.token_ids[num_prompt:] for sample in samples],

@@ -57,8 +57,10 @@ def answers_before(trace: Trace) -> list[int]:
     """Of each request, by place: the one whose answer was the last to end before it came; -1 where
     none had, or the trace does not say when answers ended."""
     spans = trace.spans
-    ended = sorted((end_s, place) for place, (_, end_s) in enumerate(spans) if end_s is not None)
-    found = (bisect_right(ended, (came_s, len(spans))) - 1 for came_s, _ in spans)
+    ended = sorted(
+        (span.ended_s, place) for place, span in enumerate(spans) if span.ended_s is not None
+    )
+    found = (bisect_right(ended, (span.came_s, len(spans))) - 1 for span in spans)
     return [
         ended[at][1] if at >= 0 and ended[at][1] < place else -1 for place, at in enumerate(found)
     ]
@@ -115,12 +117,13 @@ class _Fleet:
         spans = self._trace.spans
         closed = self._rules.closed and self._rules.speed_up == 1
         answers = answers_before(self._trace) if closed else [-1] * len(spans)
-        for place, ((came_s, _), answer) in enumerate(zip(spans, answers, strict=True)):
-            ended_s = spans[answer][1] if answer >= 0 else None
+        for place, (span, answer) in enumerate(zip(spans, answers, strict=True)):
+            ended_s = spans[answer].ended_s if answer >= 0 else None
             if ended_s is None:
-                self._arrivals.append((came_s / self._rules.speed_up, place))
+                self._arrivals.append((span.came_s / self._rules.speed_up, place))
             else:
-                self._after.setdefault(answer, []).append((came_s - ended_s, place))
+                gap_s = max(0.0, span.came_s - ended_s - spans[answer].rest_s)
+                self._after.setdefault(answer, []).append((gap_s, place))
                 self._timing.num_after += 1
 
     def _next_s(self) -> float:

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 _ID_BYTES = 4
 
@@ -35,6 +35,7 @@ class Record:
     ttft_s: float | None = None  # as was observed
     place: int = 0  # in the order of arrival; a Trace sets it
     total_s: float | None = None  # from its arrival to the end of its answer, as was observed
+    rest_s: float = 0.0  # and from there to when the engine took in other requests
     # Where it had several samples: how many of `output_ids` each has, one sample after the other.
     sample_lengths: Sequence[int] = ()
     wants_prompt: bool = False  # its prompt's logits were wanted, so nothing of it was reused
@@ -48,6 +49,15 @@ class Record:
         if not ends:
             return [self.output_ids]
         return [self.output_ids[start:end] for start, end in pairwise([0, *ends])]
+
+
+class Span(NamedTuple):
+    """When a request came and, where that was observed, when its answer ended, from the first
+    arrival on; and for how long its engine went on before it took in other requests."""
+
+    came_s: float
+    ended_s: float | None
+    rest_s: float
 
 
 class Trace:
@@ -66,6 +76,7 @@ class Trace:
         self._arrivals_s = array("d")
         self._ttfts_s = array("d")  # -1: not observed
         self._totals_s = array("d")  # the same
+        self._rests_s = array("d")
         # What few records have, by place.
         self._rare: dict[int, tuple[Sequence[int], bool, int | None]] = {}
         self._names: dict[str, int] = {}
@@ -107,6 +118,7 @@ class Trace:
         self._arrivals_s.append(record.arrival_s)
         self._ttfts_s.append(-1.0 if ttft_s is None else ttft_s)
         self._totals_s.append(-1.0 if record.total_s is None else record.total_s)
+        self._rests_s.append(record.rest_s)
         if record.sample_lengths or record.wants_prompt or record.cancelled_at is not None:
             rare = tuple(record.sample_lengths), record.wants_prompt, record.cancelled_at
             self._rare[len(self) - 1] = rare
@@ -119,15 +131,15 @@ class Trace:
         return map(self.__getitem__, range(len(self)))
 
     @property
-    def spans(self) -> list[tuple[float, float | None]]:
-        """When each request came and, where that was observed, when its answer ended, by arrival
-        and from the first arrival on."""
-        if not self:
-            return []
+    def spans(self) -> list[Span]:
+        """Of all requests, by arrival."""
         order = self._sorted()
-        first_s = self._arrivals_s[order[0]]
-        found = ((self._arrivals_s[at] - first_s, self._totals_s[at]) for at in order)
-        return [(came_s, None if lasted_s < 0 else came_s + lasted_s) for came_s, lasted_s in found]
+        first_s = self._arrivals_s[order[0]] if order else 0.0
+        found = ((self._arrivals_s[at] - first_s, self._totals_s[at], at) for at in order)
+        return [
+            Span(came_s, None if total_s < 0 else came_s + total_s, self._rests_s[at])
+            for came_s, total_s, at in found
+        ]
 
     def __getitem__(self, place: int) -> Record:
         """The record at this place in the order of arrival, from 0."""
@@ -147,6 +159,7 @@ class Trace:
             None if ttft_s < 0 else ttft_s,
             place,
             None if total_s < 0 else total_s,
+            self._rests_s[at],
             *self._rare.get(at, ((), False, None)),
         )
 

@@ -80,6 +80,7 @@ class RequestLog(Reader):
             num_cached_tokens=None if item.get("cached") is None else count(item, "cached"),
             ttft_s=None if item.get("ttft") is None else _seconds(item, "ttft"),
             total_s=_seconds(item, "total"),
+            rest_s=number(item, "rest") or 0.0,
             sample_lengths=lengths if len(lengths) > 1 else (),
             wants_prompt=bool(item.get("prompt_logprobs")),
             cancelled_at=None if any(lengths) else count(item, "computed", default=0),
