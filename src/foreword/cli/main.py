@@ -1,8 +1,8 @@
 """The `foreword` command: finds the subcommand, reads its arguments, runs it.
 
 A command is a module with `add_arguments(parser)` and `run(args)`, imported only when it is asked
-for. `run` returns an exit code; or a text to print; or a measurement: printed, as JSON with
-`--json`, and an exit code of 1 where it has an `ok` that is false.
+for. `run` returns an exit code, or a measurement: printed, as JSON with `--json`, and an exit code
+of 1 where it has an `ok` that is false.
 """
 
 import argparse
@@ -136,9 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"foreword {name}: {failure}", file=sys.stderr)
         return failure.exit_code
     try:
-        if isinstance(result, str):
-            print(result, flush=True)
-            return 0
         return result if isinstance(result, int) else _report(result, as_json=args.json)
     except BrokenPipeError:  # who reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", action="store_true", help="each figure with its formula")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any] | str:
+def run(args: argparse.Namespace) -> dict[str, Any] | int:
     """Raises Failure for what cannot be planned."""
     if args.trace and args.workload:
         raise Failure("give --trace or --workload, not both", "usage")
@@ -111,7 +111,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | str:
             add_traffic(plan, trace, args.block_size or BLOCK_SIZE)
     except (PlanError, ShapeError, TraceError, WorkloadError) as error:
         raise Failure(str(error), "settings") from error
-    return plan.as_json() if args.json else "\n".join(page(plan, explain=args.explain))
+    if args.json:
+        return plan.as_json()
+    print("\n".join(page(plan, explain=args.explain)), flush=True)
+    return 0
 
 
 def site_of(args: argparse.Namespace) -> Deployment:
