@@ -45,7 +45,14 @@ def test_traces_of_tokens_find_what_the_server_would_find(data: st.DataObject) -
         known.append([*prompt, *turns[-1][1]])
     longest = max(len(prompt) + len(answer) - 1 for prompt, answer in turns)
     num_blocks = -(-longest // block_size) + data.draw(st.integers(0, 9))
+    check(turns, block_size, num_blocks)
 
+
+def test_an_answer_that_is_known_gives_its_slots_back_as_it_grows() -> None:
+    check([([0], [0]), ([0], [0]), ([0], [0, 0]), ([0], [0, 0, 0])], 1, 3)
+
+
+def check(turns: Sequence[tuple[list[int], list[int]]], block_size: int, num_blocks: int) -> None:
     cache = KVCache(num_blocks, block_size)
     expected = sum(served(cache, prompt, answer) for prompt, answer in turns)
     with Trace(1) as trace:

@@ -1,6 +1,7 @@
 """The future of a trace: when each of its blocks is needed next. OPT goes by it.
 
-A block is needed no later than its children.
+That is at the next request that has the block, if it may find it there. Where it computes the block
+in any case, as it does what it answers, there is no need to keep it until then.
 """
 
 import tempfile
@@ -42,9 +43,8 @@ class Future:
                 seen = visited(trace[number])
                 hashes = seen.whole.hashes[: seen.num_kept]
                 pieces.append(array("i", map(uses.get, hashes, repeat(NEVER))))
-                for block_hash in hashes[seen.num_reusable :]:  # made, whether it was kept or not
-                    uses.setdefault(block_hash, NEVER)
                 uses.update(zip(hashes[: seen.num_reusable], repeat(number), strict=False))
+                uses.update(zip(hashes[seen.num_reusable :], repeat(NEVER), strict=False))
                 self.most_slots = max(self.most_slots, seen.num_slots)
             for number, piece in zip(range(start, stop), reversed(pieces), strict=True):
                 self._places[number] = self._file.tell()

@@ -3,8 +3,7 @@
 Neither is the core with another policy, so neither shares its mistakes.
 """
 
-from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from heapq import heappop, heappush
 
 from foreword.core.block import BlockHash
@@ -54,48 +53,42 @@ class FifoTrial(Yardstick):
 
 
 class OptTrial(Yardstick):
-    """What is needed again last leaves first, and what is never needed is not kept (Belady's rule).
+    """What is needed again last leaves first, and what is not needed is not kept (Belady's rule). A
+    request takes no room while it runs. So no cache of full blocks has more hits, counted in blocks
+    over the whole trace, however it works (tests/property/test_opt.py).
 
-    A request takes no room while it runs. So no cache of full blocks has more hits, counted in
-    blocks over the whole trace, however it works (tests/property/test_opt.py).
+    It takes no more than counting: of the blocks that a request needs, the deepest leaves first, so
+    what is left of them is the beginning of its prompt.
     """
 
     def restart(self) -> None:
-        self._kept: set[BlockHash] = set()  # with each block those before it
-        # By the request that needs them next, blocks along its path. Who visits a block takes those
-        # before it too: so what a later request adds lies before what an earlier one did.
-        self._needed: dict[int, list[BlockHash]] = {}
+        self._num_kept = 0
+        self._needed: dict[int, int] = {}  # how many blocks are kept, by who needs them next
         self._furthest: list[int] = []  # the same requests, negative, as a heap; done ones too
 
     def find(self, record: Record, seen: Visit) -> tuple[int, int]:
-        kept, hashes, uses = self._kept, seen.whole.hashes, self.future.uses
-        num_hits = bisect_left(
-            range(seen.num_reusable), True, key=lambda at: hashes[at] not in kept
-        )
-        self._needed.pop(record.place, None)
-        num_needed = bisect_left(uses, NEVER)  # a block is needed no later than its children
-        kept.difference_update(hashes[num_needed:num_hits])
-        kept.update(hashes[:num_needed])
-        start = 0
-        while start < num_needed:
-            request = uses[start]
-            stop = bisect_left(uses, request + 1, start)
-            if request not in self._needed:
-                heappush(self._furthest, -request)
-            self._needed[request] = hashes[start:stop] + self._needed.get(request, [])
-            start = stop
+        num_hits = self._needed.pop(record.place, 0)
+        self._num_kept -= num_hits
+        for request, num_blocks in Counter(self.future.uses).items():
+            if request != NEVER:
+                if request not in self._needed:
+                    self._needed[request] = 0
+                    heappush(self._furthest, -request)
+                self._needed[request] += num_blocks
+                self._num_kept += num_blocks
         return self.counted(record, num_hits, self._evicted())
 
     def _evicted(self) -> int:
         """Lets what is too much go; returns how many blocks."""
-        surplus = num_blocks = max(0, len(self._kept) - self.capacity)
-        while surplus:
-            needed = self._needed.get(-self._furthest[0])
-            if not needed:
-                self._needed.pop(-heappop(self._furthest), None)
-                continue
-            gone = needed[-surplus:]
-            del needed[-surplus:]
-            self._kept.difference_update(gone)
-            surplus -= len(gone)
-        return num_blocks
+        surplus = max(0, self._num_kept - self.capacity)
+        self._num_kept -= surplus
+        left = surplus
+        while left:
+            request = -self._furthest[0]
+            gone = min(left, self._needed[request])
+            self._needed[request] -= gone
+            left -= gone
+            if not self._needed[request]:
+                del self._needed[request]
+                heappop(self._furthest)
+        return surplus
