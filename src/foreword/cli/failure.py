@@ -22,6 +22,7 @@ PACKAGES = {
     **dict.fromkeys(ENGINE, "engine"),
     **dict.fromkeys(("zmq", "msgspec"), "events"),
     "matplotlib": "plot",
+    "zstandard": "zst",
 }
 
 

@@ -33,6 +33,8 @@ COMMANDS = {
     "events": ("foreword.cli.events", False, "what workers say that their caches gain and lose"),
     "replay": ("foreword.cli.replay", False, "what a cache would have reused of recorded traffic"),
     "plan": ("foreword.cli.plan", True, "which sizes of cache a model, a machine, traffic ask for"),
+    "trace show": ("foreword.cli.trace", False, "what is in a trace, and how much of it repeats"),
+    "trace anonymise": ("foreword.cli.trace", False, "a trace without text, token ids and names"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
@@ -117,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = [name for name in COMMANDS if name.split() == words[: len(name.split())]]
     name = max(said, key=len, default=None)
     if name is None:
-        grouped = words[0] in ("bench", "cache", "engine-args")
+        grouped = words[0] in ("bench", "cache", "engine-args", "trace")
         wish = " ".join(words[:2] if grouped else words[:1])
         print(f"foreword: no command {wish!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_CODES["usage"]
