@@ -200,7 +200,7 @@ def test_rows_of_a_csv_file():
     with read_trace(io.BytesIO(table.getvalue().encode())) as trace:
         assert [record.arrival_s for record in trace] == [0.0, 60.0]
         assert {record.session for record in trace} == {"s"}
-        assert trace.format_name == "request bodies"
+        assert trace.format_name == "bodies"
     broken = table.getvalue().replace('""tools""', '""tools')
     with pytest.raises(TraceError, match="line 2: no JSON"):
         read_trace(io.BytesIO(broken.encode()))
@@ -238,7 +238,7 @@ def test_text_in_mooncakes_form():
     ]
     with read(*rows) as trace:
         found = list(trace)
-        assert trace.format_name == "Mooncake with text"
+        assert trace.format_name == "mooncake-text"
     assert [record.arrival_s for record in found] == [0.0, 2.0, 4.0, 5.0]
     assert [record.num_output_tokens for record in found] == [50, 30, 4, 1]
     assert shared_tokens(found[0], found[1]) == found[0].num_tokens

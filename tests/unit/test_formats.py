@@ -96,7 +96,7 @@ def test_spans_in_any_wrapping_are_the_same_prompt():
     flat = {"start_time": SPAN["start_time"], **ATTRIBUTES}
     with read(SPAN) as trace:
         one = trace[0]
-        assert trace.format_name == "OpenTelemetry spans"
+        assert trace.format_name == "otel"
     assert (one.session, one.tenant, one.num_output_tokens) == ("c1", "gpt-4o", 7)
     assert one.num_cached_tokens / one.num_tokens == pytest.approx(0.75, abs=0.05)
     for other in ({**SPAN, "attributes": structured}, flat, otlp(ATTRIBUTES)):
@@ -208,7 +208,7 @@ def test_lmcaches_agents():
     with read_trace(shared("lmcache_agent_miniswe.jsonl.gz")) as trace:
         assert len(trace) == 402
         assert len({record.session for record in trace}) == 20
-        assert trace.format_name == "LMCache agents"
+        assert trace.format_name == "lmcache-agents"
         assert any("put in order" in note for note in trace.notes)
         assert trace[401].arrival_s == pytest.approx(552.13, abs=0.01)
 

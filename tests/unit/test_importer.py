@@ -17,7 +17,7 @@ def test_mooncake():
     later = {**ROW, "timestamp": 30_000, "input_length": 512, "hash_ids": [46]}
     with read(ROW, later) as trace:
         first, second = trace
-        assert trace.format_name == "Mooncake"
+        assert trace.format_name == "mooncake"
         assert trace.notes == []
     assert (first.num_tokens, list(first.ids), first.id_tokens) == (1200, [46, 47, 48], 512)
     assert (first.arrival_s, first.num_output_tokens, first.session) == (0.0, 52, "")
@@ -57,7 +57,7 @@ def test_bailian_has_seconds_small_blocks_and_chats():
     next_row = {**row, "chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "turn": 2}
     last_row = {**row, "chat_id": 161, "parent_chat_id": 160, "timestamp": 70.5, "turn": 3}
     with read(row, next_row, last_row) as trace:
-        assert trace.format_name == "Bailian"
+        assert trace.format_name == "bailian"
         assert {(record.id_tokens, record.session) for record in trace} == {(16, "159")}
         assert [round(record.arrival_s, 3) for record in trace] == [0.0, 1.386, 9.386]
 
@@ -155,7 +155,7 @@ BAD = [
     ({**ROW, "block_size": 600, "hash_ids": [1, 2]}, "600 tokens here and for 512 before"),
     ({**ROW, "session_id": ["a"]}, "not a string"),
     ({key: ROW[key] for key in ROW if key != "hash_ids"}, "lengths and no ids"),
-    (SESSION, "format kv-cache-tester, and what came before Mooncake"),
+    (SESSION, "no input_length; it looks like kv-cache-tester, in a file of mooncake"),
     ({"input": "hello"}, "there is no input_length"),
     (json.dumps(ROW)[:-5], "no JSON"),
     (json.dumps(ROW).replace("1200", "NaN"), "NaN is no number"),

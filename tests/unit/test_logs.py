@@ -12,7 +12,7 @@ from traces import FINISH, OLD_VLLM, VLLM, read, records, stream
 def test_vllm():
     with read(*VLLM) as trace:
         one, two = trace
-        assert trace.format_name == "vLLM log"
+        assert trace.format_name == "vllm-log"
         assert trace.notes == []
     assert [list(record.ids) for record in (one, two)] == [[1, 2, 3], [1, 2, 4, 5]]
     assert [list(record.output_ids) for record in (one, two)] == [[], [6, 7]]
@@ -48,7 +48,7 @@ def test_sglang():
     later = FINISH.replace("20:00:14", "20:00:16").replace("lora_path=None", "lora_path='l'")
     with read(*lines, later) as trace:
         one, two = trace
-        assert trace.format_name == "SGLang log"
+        assert trace.format_name == "sglang-log"
     assert (list(one.ids), list(one.output_ids)) == ([5, 6, 7], [8, 9])
     assert (one.num_cached_tokens, two.arrival_s, two.tenant) == (1, 2.0, "l")
     for change, what in (

@@ -141,7 +141,7 @@ def test_show(tmp_path, capsys):
     code, out, _ = run("show", path, "--json", capsys=capsys)
     assert code == 0
     assert json.loads(out) == {
-        "format": "Mooncake",
+        "format": "mooncake",
         "requests": 2,
         "sessions": 0,
         "tenants": 1,

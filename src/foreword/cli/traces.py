@@ -23,12 +23,10 @@ def add_trace_flags(parser: argparse.ArgumentParser, name: str = "trace") -> Non
     parser.add_argument(
         name, metavar="TRACE", help="a file, plain or packed, a folder of them, or - for stdin"
     )
-    names = [one.name for one in FORMATS]
     parser.add_argument(
         "--format",
-        choices=names,
-        metavar="NAME",
-        help=f"{', '.join(names)} (what its first record looks like)",
+        choices=[one.name for one in FORMATS],
+        help="of the trace (what its first record looks like)",
     )
     parser.add_argument(
         "--bad-lines",

@@ -177,9 +177,7 @@ class _Importing:
                 other = next((one for one in FORMATS if item and one.matches(item)), known)
                 if other is known or other is None or known is None:
                     raise
-                raise Bad(
-                    f"it is of the format {other.name}, and what came before {known.name}"
-                ) from bad
+                raise Bad(f"{bad}; it looks like {other.name}, in a file of {known.name}") from bad
             return found if self._lengths else [self._with_prefix(one) for one in found]
         except Bad as bad:
             self._refuse(bad)
@@ -243,7 +241,7 @@ def _is_header(names: Iterable[str]) -> bool:
 
 def _format(item: Mapping[str, Any], name: str | None) -> Format:
     if name is not None:
-        found = next((one for one in FORMATS if one.name.lower() == name.lower()), None)
+        found = next((one for one in FORMATS if one.name == name), None)
         if found is None:
             raise TraceError(f"no format {name!r}; there are {', '.join(_names())}")
         return found

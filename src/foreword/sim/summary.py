@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from foreword.sim.ids import prefixes
 from foreword.sim.trace import Record, Trace
 
-_NUM_PREFIXES_MAX = 8_000_000  # half a gigabyte of them; more are left to a replay
+_NUM_PREFIXES_MAX = 4_000_000  # and their ids: half a gigabyte; more are left to a replay
 
 
 @dataclass(slots=True)
@@ -19,7 +19,8 @@ class Repeats:
     num_repeated_blocks: int = 0
     has_prefix_ids: bool = True  # each id is always that of the same prefix
     _known: set[int] = field(default_factory=set)  # prefixes, with all that they begin with
-    _ids: set[tuple[str, int]] = field(default_factory=set)
+    _ids: set[int] = field(default_factory=set)  # with their tenants' numbers above bit 32
+    _tenants: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_different_blocks(self) -> int:
@@ -44,7 +45,8 @@ class Repeats:
         self.num_repeated_blocks += low
         known.update(ends[low:])
         if record.id_tokens > 1 and self.has_prefix_ids:
-            new = {(record.tenant, one) for one in record.ids[low:num_full]}
+            tenant = self._tenants.setdefault(record.tenant, len(self._tenants)) << 32
+            new = {tenant | one for one in record.ids[low:num_full]}
             self.has_prefix_ids = len(new) == num_full - low and self._ids.isdisjoint(new)
             self._ids |= new
 

@@ -161,7 +161,7 @@ def opened(item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 FORMATS = (
     Format(
-        "Mooncake with text",
+        "mooncake-text",
         lambda item: (
             bool(item.keys() & _OF_REPLAYED)
             and bool(item.keys() & {"messages", "text_input", "payload"})
@@ -169,7 +169,7 @@ FORMATS = (
         Replayed,
     ),
     Format(
-        "request bodies",
+        "bodies",
         lambda item: is_body(item) or any(item.get(name) for name in _BODIES),
         Bodies,
         is_header=lambda names: any(name in names for name in (*_BODIES, "prompt")),

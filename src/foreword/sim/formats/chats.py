@@ -77,12 +77,12 @@ class Agents(Reader):
 
 FORMATS = (
     Format(
-        "ShareGPT",
+        "sharegpt",
         lambda item: isinstance(first_of(item, "conversations", "conversation"), list),
         ShareGPT,
     ),
     Format(
-        "LMCache agents",
+        "lmcache-agents",
         lambda item: item.keys() >= {"input", "output", "session_id"} and "model" not in item,
         Agents,
     ),

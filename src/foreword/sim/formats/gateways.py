@@ -70,4 +70,4 @@ class LiteLLM(Reader):
         return "" if {call, call.removeprefix("a")} & _CALLS else f"of the kind {call}"
 
 
-FORMATS = (Format("LiteLLM", lambda item: item.keys() >= _OF_PAYLOADS, LiteLLM),)
+FORMATS = (Format("litellm", lambda item: item.keys() >= _OF_PAYLOADS, LiteLLM),)

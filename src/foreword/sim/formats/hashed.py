@@ -89,9 +89,9 @@ class Bailian(Reader):
 
 
 FORMATS = (
-    Format("Bailian", lambda item: item.keys() >= _OF_BAILIAN, Bailian),
+    Format("bailian", lambda item: item.keys() >= _OF_BAILIAN, Bailian),
     Format(
-        "Mooncake",
+        "mooncake",
         lambda item: "input_length" in item and not item.keys() & _OF_BAILIAN,
         Mooncake,
     ),

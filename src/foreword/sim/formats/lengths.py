@@ -49,6 +49,6 @@ def _format(name: str, when: str, prompt: str, answer: str) -> Format:
 
 
 FORMATS = (
-    _format("Azure lengths", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    _format("BurstGPT lengths", "Timestamp", "Request tokens", "Response tokens"),
+    _format("azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    _format("burstgpt", "Timestamp", "Request tokens", "Response tokens"),
 )

@@ -222,9 +222,9 @@ class SGLang(Reader):
 
 
 FORMATS = (
-    Format("vLLM log", lambda item: "vllm" in item, VLLM, line=vllm_line),
+    Format("vllm-log", lambda item: "vllm" in item, VLLM, line=vllm_line),
     Format(
-        "SGLang log",
+        "sglang-log",
         lambda item: str(item.get("event")).startswith("request.") and "obj" in item,
         SGLang,
         line=sglang_line,

@@ -208,4 +208,4 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     return dict(part)
 
 
-FORMATS = (Format("OpenTelemetry spans", _is_span, Spans),)
+FORMATS = (Format("otel", _is_span, Spans),)

@@ -60,4 +60,4 @@ class TokenIds(Reader):
         yield self._reading.token_record(numbers(found), output_ids, said)
 
 
-FORMATS = (Format("token ids", lambda item: isinstance(first_of(item, *_PROMPTS), list), TokenIds),)
+FORMATS = (Format("token-ids", lambda item: isinstance(first_of(item, *_PROMPTS), list), TokenIds),)

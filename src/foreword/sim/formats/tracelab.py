@@ -92,7 +92,7 @@ def _sent_s(events: list[dict[str, Any]]) -> float:
 
 FORMATS = (
     Format(
-        "TraceLab",
+        "tracelab",
         lambda item: item.keys() >= {"prefix_tokens", "newly_append_tokens"},
         TraceLab,
     ),
