@@ -271,6 +271,7 @@ def test_lengths_alone_give_arrivals_and_no_hit_rate():
 def test_files_and_folders(tmp_path):
     for name, session in (("b.json", "s1"), ("a.json", "s2")):
         (tmp_path / name).write_text(json.dumps({**SESSION, "id": session}, indent=1))
+    (tmp_path / ".hidden").write_text("hello")
     with read_trace(tmp_path) as trace:
         assert len(trace) == 8
     (tmp_path / "c.json").write_text(json.dumps({**SESSION, "id": "s1"}))

@@ -109,9 +109,9 @@ def test_rows():
 
 
 def test_rows_that_are_none():
-    found = pieces(b"x,y\n1\n1,2\n1,2,3\n")
-    assert [piece.line for piece in found] == [2, 3, 4]
-    assert [isinstance(piece.content, Bad) for piece in found] == [True, False, True]
+    found = pieces(b"x,y\n1\n1,2\n1,2,3\n1,\xff\n")
+    assert [piece.line for piece in found] == [2, 3, 4, 5]
+    assert [isinstance(piece.content, Bad) for piece in found] == [True, False, True, True]
     for raw, line in ((b'x,y\n1,2\n3,"4', 3), (b'x,y\n1,"2"3\n', 2)):
         cut = Pieces(io.BytesIO(raw), lambda names: names == ["x", "y"])
         with pytest.raises(Bad, match="CSV"):

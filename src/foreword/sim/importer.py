@@ -229,7 +229,7 @@ def _files(source: Path | BinaryIO) -> list[Path] | list[BinaryIO]:
         return [source]
     if not source.is_dir():
         return [source]
-    files = sorted(path for path in source.iterdir() if path.is_file())
+    files = sorted(path for path in source.glob("[!.]*") if path.is_file())
     if not files:
         raise TraceError(f"{source}: there is no file in it")
     return files

@@ -152,7 +152,7 @@ class Pieces:
         def lines() -> Iterator[str]:
             line = header
             while line:
-                yield line.decode("utf-8", "replace")
+                yield line.decode("utf-8", "surrogateescape")
                 line = self._next_line()
 
         csv.field_size_limit(LINE_BYTES_MAX)
@@ -167,6 +167,8 @@ class Pieces:
                 if row and len(row) != len(names):
                     bad = Bad(f"{len(row)} columns, and the first line names {len(names)}")
                     yield Piece(start, bad)
+                elif row and not _is_text(row):
+                    yield Piece(start, Bad("it is no UTF-8"))
                 elif row:
                     yield Piece(start, dict(zip(names, row, strict=True)))
                 start = self.line + 1
@@ -269,6 +271,15 @@ def decoded(line: bytes) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise Bad(f"byte {error.start + 1} of it is no UTF-8") from error
+
+
+def _is_text(row: Sequence[str]) -> bool:
+    """Were all bytes of it UTF-8?"""
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
