@@ -158,11 +158,15 @@ def test_spans_that_are_no_calls_or_have_no_text():
     for change, what in (
         ({"gen_ai.input.messages": json.dumps(ASKED)[:-5]}, "is cut off, or no JSON"),
         ({"gen_ai.input.messages": "[7]"}, "not a list of objects"),
-        ({"gen_ai.usage.cache_read.input_tokens": 101}, "101 cached tokens of a prompt of 100"),
+        ({"gen_ai.usage.cache_read.input_tokens": -1}, "cache_read.input_tokens is -1"),
         ({"gen_ai.usage.input_tokens": "many"}, "not a whole number"),
     ):
         with pytest.raises(TraceError, match=f"line 2: .*{what}"):
             read(SPAN, {**SPAN, "attributes": {**ATTRIBUTES, **change}})
+    beside = {**ATTRIBUTES, "gen_ai.usage.cache_read.input_tokens": 101}
+    (one,), notes = records({**SPAN, "attributes": beside})
+    assert one.num_cached_tokens is None
+    assert "1 spans count more cached than input tokens: left out" in notes
     with pytest.raises(TraceError, match="a span has no start time"):
         read(ATTRIBUTES)
 

@@ -129,6 +129,9 @@ def test_large_blocks_are_those_of_the_small_ones():
     assert found[2][0] == found[0][0]
     assert found[2][1] not in found[0] + found[1]
     assert found[4][0] not in found[0]
+    mixed = {**rows[0], "block_size": 256, "hash_ids": [7] * 12}
+    with pytest.raises(TraceError, match="256 tokens here and for 512 before"):
+        read(*rows, mixed, coarsen=1024)
     with pytest.raises(TraceError, match="700 tokens are no multiple of this trace's 512"):
         read(*rows, coarsen=700)
 

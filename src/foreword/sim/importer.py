@@ -3,7 +3,7 @@
 `read_trace` is for what follows prefixes, `read_lengths` for what needs arrivals and lengths alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,8 +104,9 @@ class _Importing:
             yield f"{self._num_earlier} requests stand after later ones; they are put in order"
 
     def _file(self, source: Path | BinaryIO) -> Iterator[Record | Lengths]:
-        named = source if isinstance(source, Path) else getattr(source, "name", "")
-        self.file = str(named) if isinstance(named, Path | str) and named else "standard input"
+        named = str(source if isinstance(source, Path) else getattr(source, "name", ""))
+        is_file = named and not named.startswith("<") and not named.isdigit()
+        self.file = named if is_file else "standard input"
         if isinstance(source, Path):
             with source.open("rb") as stream:
                 yield from self._stream(stream)
@@ -197,17 +198,17 @@ class _Importing:
         cached = record.num_cached_tokens
         if cached is not None and cached > record.num_tokens:
             raise Bad(f"{cached} cached tokens of a prompt of {record.num_tokens}")
-        if self._coarsening is not None:
-            try:
-                record = self._coarsening.coarse(record)
-            except TraceError as error:
-                raise TraceError(f"{self.place}: {error}") from error
         if self._id_tokens not in (None, record.id_tokens):
             raise Bad(
                 f"an id stands for {record.id_tokens} tokens here and for {self._id_tokens} before"
             )
         self._id_tokens = record.id_tokens
-        return record
+        if self._coarsening is None:
+            return record
+        try:
+            return self._coarsening.coarse(record)
+        except TraceError as error:
+            raise TraceError(f"{self.place}: {error}") from error
 
     def _refuse_unread(self) -> None:
         if self._unread is not None:
@@ -224,10 +225,8 @@ class _Importing:
             self._bad.append(told)
 
 
-def _files(source: Path | BinaryIO) -> list[Path] | list[BinaryIO]:
-    if not isinstance(source, Path):
-        return [source]
-    if not source.is_dir():
+def _files(source: Path | BinaryIO) -> Sequence[Path | BinaryIO]:
+    if not isinstance(source, Path) or not source.is_dir():
         return [source]
     files = sorted(path for path in source.glob("[!.]*") if path.is_file())
     if not files:

@@ -65,13 +65,18 @@ class Spans(Reader):
         }
         answers = _messages(attributes, "output", "completion")
         answer = message_segments(answers[0])[1:] if answers else []
+        num_tokens = count(attributes, *_INPUT_TOKENS, default=0)
+        cached = count(attributes, *_CACHED) if first_of(attributes, *_CACHED) is not None else None
+        if cached is not None and cached > num_tokens:
+            cached, num_tokens = None, 0  # some count as Anthropic does, the cached ones beside
+            self._reading.notes["{n} spans count more cached than input tokens: left out"] += 1
         said = Said(
             arrival_s,
             session,
             str(first_of(attributes, *_MODELS) or ""),
-            count(attributes, *_INPUT_TOKENS, default=0) or None,
+            num_tokens or None,
             num_output_tokens,
-            count(attributes, *_CACHED) if first_of(attributes, *_CACHED) is not None else None,
+            cached,
             moment(attributes, *_FIRST_TOKEN),
         )
         return self._reading.text_record(prompt_segments(body), answer, said)
