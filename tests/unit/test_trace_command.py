@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -255,6 +257,15 @@ def test_anonymise(tmp_path, capsys):
     assert code == 1
     assert "cannot be written" in err
     assert sorted(one.name for one in tmp_path.iterdir()) == ["o.jsonl.gz", "t.log"]
+
+
+@pytest.mark.parametrize("words", [("show", "--json"), ("anonymise", "-o", "-")])
+def test_who_reads_may_stop(words, tmp_path):
+    path = written(tmp_path / "t.jsonl", *[ROW] * 2_000)
+    command = [sys.executable, "-m", "foreword.cli.main", "trace", *words, str(path)]
+    script = " ".join(map(shlex.quote, command)) + " | head -c 1"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, timeout=120, check=False)
+    assert (len(done.stdout), done.stderr) == (1, b"")
 
 
 def test_zst_that_is_not_installed_says_so(tmp_path, capsys, monkeypatch):

@@ -129,19 +129,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = configured(parser, words)
         args = parser.parse_args(words)
         result = import_module(COMMANDS[name][0]).run(args)
+        return result if isinstance(result, int) else _report(result, as_json=args.json)
     except KeyboardInterrupt:
         return EXIT_CODES["interrupted"]
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         failure = Failure.of(error)
         if failure is None:
             raise
         print(f"foreword {name}: {failure}", file=sys.stderr)
         return failure.exit_code
-    try:
-        return result if isinstance(result, int) else _report(result, as_json=args.json)
-    except BrokenPipeError:  # who reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _report(result: Mapping[str, Any], as_json: bool) -> int:
