@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from foreword.engine import verdict
 from foreword.engine.attention import AttentionRules
@@ -79,10 +78,10 @@ def test_other_circumstances_are_tested_anew(
         patch.setattr(verdict, "_processor", lambda: "another")
         digests["processor"] = circumstances(model)
     with monkeypatch.context() as patch:
-        patch.setattr(transformers, "__version__", "0")
+        patch.setattr(verdict.transformers, "__version__", "0")
         digests["library"] = circumstances(model)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "0")
+        patch.setattr(verdict.torch, "__version__", "0")
         digests["torch"] = circumstances(model)
     with monkeypatch.context() as patch:
         patch.setattr(torch.__config__, "show", lambda: "another build")
