@@ -1,7 +1,6 @@
 """`foreword replay`: what caches of several sizes and policies would have reused of a trace."""
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.cli.failure import Failure
+from foreword.cli.replay_timed import add_timed_flags, engine_of, run_timed
 from foreword.cli.settings import count, size, size_or_none
 from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar
 from foreword.sim import plots
@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the rows, as CSV")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="hit rates, as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_timed_flags(parser)
 
 
 def policies(text: str) -> list[str]:
@@ -116,8 +117,10 @@ def picture(text: str) -> Path:
     return Path(text)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> dict[str, Any] | str:
     """Raises Failure for options that contradict each other, and for what is no trace."""
+    if engine := engine_of(args):
+        return run_timed(args, engine)
     _check(args)
     rules = Rules(
         args.block_size or BLOCK_SIZE,
@@ -133,8 +136,7 @@ def run(args: argparse.Namespace) -> int:
         _written(args.csv, lambda path: write_csv(result["rows"], path))
     if args.plot:
         _written(args.plot, lambda path: _plot(findings, path))
-    print(json.dumps(result, indent=2) if args.json else "\n".join(_lines(result)), flush=True)
-    return 0
+    return result if args.json else "\n".join(_lines(result))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ counted. What is stored can be read at once, and what is loaded is never damaged
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
@@ -44,6 +44,22 @@ class WorkerShape:
     max_prefill_tokens: int = 2048
     reuse: bool = True
     policy: Policy = LRU
+
+    def of_blocks(self, num_tokens: int) -> "WorkerShape":
+        """The same worker with blocks of so many tokens."""
+        if num_tokens == self.block_size:
+            return self
+        size = self.block_size
+        tiers = (
+            replace(room, num_blocks=room.num_blocks * size // num_tokens) for room in self.tiers
+        )
+        return replace(
+            self,
+            num_blocks=self.num_blocks * size // num_tokens,
+            block_size=num_tokens,
+            block_bytes=self.block_bytes * num_tokens // size,
+            tiers=tuple(tiers),
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -93,10 +93,11 @@ def read_engine(path: Path) -> LoggedEngine | None:
     run: Mapping[str, Any] = {}
     costs: Mapping[str, Any] = {}
     with path.open("rb") as stream:
-        for line in unpacked(stream):
+        lines = unpacked(stream)
+        if not lines.peek(len(_HEADS[0])).startswith(_HEADS[0]):
+            return None
+        for line in lines:
             if not line.startswith(_HEADS):
-                if not run:
-                    return None
                 continue
             try:
                 item = json.loads(line)
