@@ -1,8 +1,8 @@
 """The `foreword` command: finds the subcommand, reads its arguments, runs it.
 
 A command is a module with `add_arguments(parser)` and `run(args)`, imported only when it is asked
-for. `run` returns an exit code, or a measurement: printed, as JSON with `--json`, and an exit code
-of 1 where it has an `ok` that is false.
+for. `run` returns an exit code; or a text to print; or a measurement: printed, as JSON with
+`--json`, and an exit code of 1 where it has an `ok` that is false.
 """
 
 import argparse
@@ -129,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = configured(parser, words)
         args = parser.parse_args(words)
         result = import_module(COMMANDS[name][0]).run(args)
+        if isinstance(result, str):
+            print(result, flush=True)
+            return 0
         return result if isinstance(result, int) else _report(result, as_json=args.json)
     except KeyboardInterrupt:
         return EXIT_CODES["interrupted"]
