@@ -4,8 +4,13 @@ Shares of prompt tokens that are reused in the last half of the requests, in per
 tools/kvcache_simulator.py runs it beside us.
 """
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
+from foreword.cli import main as cli
 from foreword.sim.importer import read_trace
 from foreword.sim.replay import Findings, Rules, replay
 from foreword.sim.trial import UNLIMITED, Setting
@@ -58,3 +63,12 @@ def test_what_full_blocks_alone_change() -> None:
     for row, golden in zip(findings.rows, goldens, strict=True):
         found = 100 * row.outcome.total.token_share
         assert found == pytest.approx(golden, abs=TOLERANCE), row.outcome.setting
+
+
+def test_the_guide_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = shared("mooncake_fast25_conversation.jsonl.gz")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "replay.md").read_text()
+    found = re.search(r"```\nforeword (replay conversation\S+ .*)\n```\n\n```\n([^`]*)```", page)
+    assert found
+    assert cli.main(shlex.split(found[1].replace("conversation.jsonl.gz", str(path)))) == 0
+    assert capsys.readouterr().out.startswith(found[2])
