@@ -38,8 +38,8 @@ def page(args: argparse.Namespace) -> str:
 {cold.ceiling.num_blocks:,} blocks of {cold.block_tokens} tokens, {cold.num_blocks:,} different
 ones.
 
-**Run:** the trace through the production cache, one request after another; OPT is the same cache
-under the trace's own future. A prompt's unfinished last block takes room and matches nothing, as in
+**Run:** the trace through the production cache, one request after another; OPT is what no
+cache of full blocks can beat, by the trace's own future. A prompt's unfinished last block takes room and matches nothing, as in
 engines that hash full blocks; answers are not in the trace. **Modelled:** nothing. **Published:**
 for the conversation trace, by kvcache-simulator 0.1.3.
 

@@ -219,3 +219,14 @@ def test_lengths_alone_give_no_hit_rate(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n")
     assert "no hit rate" in refused(capsys, path)
+
+
+def test_first_tokens_in_virtual_time_are_drawn(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plot`")
+    picture = tmp_path / "first.svg"
+    words = ["--model", "smollm2-135m", "--hardware", "h100", "--plot", str(picture)]
+    assert cli.main(["replay", str(trace), *words]) == 0
+    assert "first token" in capsys.readouterr().out
+    assert "<svg" in picture.read_text()

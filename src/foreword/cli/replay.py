@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from foreword.cli.failure import Failure
 from foreword.cli.replay_timed import add_timed_flags, engine_of, run_timed
 from foreword.cli.settings import count, size, size_or_none
-from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar
+from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar, written
 from foreword.sim import plots
 from foreword.sim.replay import BLOCK_SIZE, POLICY_NAMES, Findings, Rules, replay
 from foreword.sim.tables import group_rows, rows, table, write_csv
@@ -77,7 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--per", choices=("session", "tenant"), help="the largest ones apart")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the rows, as CSV")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="hit rates, as .png or .svg")
+    parser.add_argument(
+        "--plot",
+        type=picture,
+        metavar="FILE",
+        help="hit rates, or in virtual time first tokens, as .png or .svg",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_timed_flags(parser)
 
@@ -133,9 +138,9 @@ def run(args: argparse.Namespace) -> dict[str, Any] | str:
         findings = replay(trace, _settings(args, rules, trace), rules, progress_bar())
         result = _result(args, trace, findings)
     if args.csv:
-        _written(args.csv, lambda path: write_csv(result["rows"], path))
+        written(args.csv, lambda path: write_csv(result["rows"], path))
     if args.plot:
-        _written(args.plot, lambda path: _plot(findings, path))
+        written(args.plot, lambda path: _plot(findings, path))
     return result if args.json else "\n".join(_lines(result))
 
 
@@ -256,13 +261,6 @@ def _plot(findings: Findings, path: Path) -> None:
             curves.setdefault(OPT, {})[capacity] = row.bound.token_share
     unit = f"blocks of {findings.block_tokens} tokens, all tiers together"
     plots.plot_hit_rates(curves, findings.ceiling.token_share, unit, path)
-
-
-def _written(path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise Failure(f"{path} cannot be written: {error.strerror or error}", "failed") from error
 
 
 def _policy(name: str) -> str:

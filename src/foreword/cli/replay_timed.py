@@ -12,7 +12,8 @@ from typing import Any
 from foreword.cli.failure import Failure
 from foreword.cli.plan import hardware_of, model_named, part, tier
 from foreword.cli.settings import count
-from foreword.cli.traces import opened_trace, progress_bar
+from foreword.cli.traces import opened_trace, progress_bar, written
+from foreword.sim import plots
 from foreword.sim.fleet import FleetRules, play
 from foreword.sim.formats.request_log import LoggedEngine, read_engine
 from foreword.sim.model import ShapeError
@@ -26,7 +27,7 @@ from foreword.sim.trial import CORE_POLICIES, TIERS, UNLIMITED
 from foreword.sim.worker import TierRoom, WorkerShape
 
 _ASKED_BY = ("workers", "routing", "speed_up", "open_loop", "engine", "model", "hardware", "tier")
-_OF_TABLES = ("compare", "device", "host", "disk", "restart_at", "per", "csv", "plot")
+_OF_TABLES = ("compare", "device", "host", "disk", "restart_at", "per", "csv")
 _TABLES_BY = (*_OF_TABLES, "blocks", "policy")
 _TIMES = {"ttft_s": "first token", "queue_s": "waited to be admitted", "answer_s": "whole answer"}
 
@@ -115,6 +116,12 @@ def run_timed(args: argparse.Namespace, engine: LoggedEngine) -> dict[str, Any] 
             "routing": rules.routing,
             **summary(timing, trace, shape, rules),
         }
+        if args.plot:
+            ttfts_s = {rules.routing: [j.first_token_s - j.sent_s for j in timing.journeys]}
+            logged = [record.ttft_s for record in trace if record.ttft_s is not None]
+            if logged:
+                ttfts_s["logged"] = logged
+            written(args.plot, lambda path: plots.plot_ttfts(ttfts_s, path))
     if not engine.num_cost_steps:
         result["notes"].insert(0, "the engine has learnt no costs: steps take no time")
     return result if args.json else "\n".join(_lines(result))

@@ -140,3 +140,11 @@ def progress_bar() -> Callable[[float], None]:
             print(text, end="", file=sys.stderr, flush=True)
 
     return show
+
+
+def written(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a result to a file. Raises Failure."""
+    try:
+        write(path)
+    except OSError as error:
+        raise Failure(f"{path} cannot be written: {error.strerror or error}", "failed") from error
