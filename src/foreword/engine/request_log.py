@@ -52,35 +52,41 @@ class RequestLog:
         self._unix_s = time.time() - time.monotonic()
         self._thread = Workers("foreword-request-log", 1)
         self._learnt: Learnt | None = None
-        self._num_requests = 0
-        self._num_waiting_tokens = 0
+        self._head = b""  # of the run, until it is written
+        # Each is counted by one thread: the engine's, and the log's.
+        self._num_added = self._num_added_tokens = self._num_refused = 0
+        self._num_written_tokens = self._num_failed = 0
         self._warned = False
-        self.num_dropped = 0  # requests that have no line
+
+    @property
+    def num_dropped(self) -> int:
+        """Requests that have no line."""
+        return self._num_refused + self._num_failed
 
     def begin(self, facts: Mapping[str, Any], learnt: Learnt) -> None:
         """A run of an engine that `facts` tell of; `learnt` says what it knows of its costs."""
         self._learnt = learnt
-        line = {"foreword": __version__, "started": time.time(), **facts}
-        self._thread.put(partial(self._write, line, 0))
+        self._head = _encoded({"foreword": __version__, "started": time.time(), **facts})
+        self._thread.put(partial(self._write_line, b""))
 
     def add(self, stream: "Stream", rest_s: float) -> None:
         """A request ended, and for so long the engine went on before it took in others. Called by
         the engine's thread."""
         line = self._line(stream, rest_s)
-        num_tokens = len(stream.request.prompt) + sum(map(len, line["outputs"]))
-        if self._num_waiting_tokens + num_tokens > _WAITING_TOKENS_MAX:
-            self._drop("too many lines wait to be written")
+        num_tokens = len(stream.request.prompt) + sum(map(len, line["answer_ids"]))
+        if self._num_added_tokens + num_tokens - self._num_written_tokens > _WAITING_TOKENS_MAX:
+            self._num_refused += 1
+            self._warn("too many lines wait to be written")
             return
-        self._num_waiting_tokens += num_tokens
-        self._thread.put(partial(self._write, line, num_tokens))
-        self._num_requests += 1
-        num = self._num_requests
-        if num % _COSTS_EVERY == 0 or num & (num - 1) == 0:
+        self._num_added_tokens += num_tokens
+        self._thread.put(partial(self._write_request, line, num_tokens))
+        self._num_added += 1
+        if self._num_added % _COSTS_EVERY == 0 or self._num_added & (self._num_added - 1) == 0:
             self._add_costs()
 
     def cleared(self) -> None:
         """All prefixes were forgotten. Called by the engine's thread."""
-        self._thread.put(partial(self._write, {"cleared": time.time()}, 0))
+        self._thread.put(partial(self._write_line, _encoded({"cleared": time.time()})))
 
     def close(self) -> None:
         """The engine ended."""
@@ -100,10 +106,10 @@ class RequestLog:
             "total": stream.ended_s - stream.submitted_s,
             "rest": rest_s,
             "finish": [sample.finish_reason or "cancelled" for sample in samples],
-            "prompt": request.prompt,
-            "outputs": [sample.chain.token_ids[num_prompt:] for sample in samples],
+            "prompt_ids": request.prompt,
+            "answer_ids": [sample.chain.token_ids[num_prompt:] for sample in samples],
         }
-        if any(line["outputs"]):
+        if any(line["answer_ids"]):
             line["cached"] = samples[0].num_cached_tokens or 0
             line["restored"] = dict(samples[0].restored)  # of these, by the tier's place
         else:
@@ -126,32 +132,42 @@ class RequestLog:
             return
         reads = [tier.busy_s / max(1, tier.num_loaded_blocks) for tier in tiers]
         costs = {"steps": fit.num_steps, **asdict(cost), "read_block_s": reads}
-        self._write({"costs": costs}, 0)
+        self._write(_encoded({"costs": costs}))
 
-    def _write(self, line: Mapping[str, Any], num_tokens: int) -> None:
-        """On the log's thread. A line is there whole or not at all."""
-        rest = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    def _write_line(self, line: bytes) -> None:
+        self._write(line)
+
+    def _write_request(self, line: Mapping[str, Any], num_tokens: int) -> None:
+        self._num_failed += not self._write(_encoded(line))
+        self._num_written_tokens += num_tokens
+
+    def _write(self, line: bytes) -> bool:
+        """On the log's thread. A line is there whole or not at all, and none before the first."""
+        rest = memoryview(self._head + line)
         num_bytes = len(rest)
         try:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
-            if len(rest) < num_bytes:
-                self._cut(num_bytes - len(rest))
-            self._drop(str(error.strerror))
-        self._num_waiting_tokens -= num_tokens
+            self._cut(num_bytes - len(rest))
+            self._warn(str(error.strerror))
+            return False
+        self._head = b""
+        return True
 
     def _cut(self, num_bytes: int) -> None:
         """Take the beginning of a line back."""
         try:
-            os.ftruncate(self._file, os.fstat(self._file).st_size - num_bytes)
+            if num_bytes:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - num_bytes)
         except OSError as error:
             log.debug("%s ends within a line: %s", self._path, error.strerror)
 
-    def _drop(self, why: str) -> None:
-        self.num_dropped += 1
+    def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(
-                "%s lacks requests from here on, and /metrics how many: %s", self._path, why
-            )
+            log.warning("%s lacks requests, /metrics says how many: %s", self._path, why)
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"

@@ -59,13 +59,13 @@ class RequestLog(Reader):
             notes["{n} runs began with KV on disk, whose prompts are not in the log"] += 1
 
     def _request(self, item: Mapping[str, Any]) -> Record:
-        prompt = _ids(item, "prompt")
+        prompt = _ids(item, "prompt_ids")
         if not prompt:
             raise Bad("its prompt is empty")
-        answers = item.get("outputs")
+        answers = item.get("answer_ids")
         if not isinstance(answers, list):
-            raise Bad("outputs is no list")
-        answers = [_ids({"outputs": answer}, "outputs") for answer in answers]
+            raise Bad("answer_ids is no list")
+        answers = [_ids({"answer_ids": answer}, "answer_ids") for answer in answers]
         lengths = [len(answer) for answer in answers]
         tenant = text(item, "tenant")
         epoch = f" {self._num_epochs}" if self._num_epochs else ""
