@@ -39,8 +39,9 @@ def page(args: argparse.Namespace) -> str:
 ones.
 
 **Run:** the trace through the production cache, one request after another; OPT is what no
-cache of full blocks can beat, by the trace's own future. A prompt's unfinished last block takes room and matches nothing, as in
-engines that hash full blocks; answers are not in the trace. **Modelled:** nothing. **Published:**
+cache of full blocks can beat, by the trace's own future. A prompt's unfinished last block takes
+room and matches nothing, as in engines that hash full blocks; answers are not in the trace.
+**Modelled:** nothing. **Published:**
 for the conversation trace, by kvcache-simulator 0.1.3.
 
 The last half of the requests, share of prompt tokens reused:
