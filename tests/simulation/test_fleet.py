@@ -186,6 +186,21 @@ def test_a_load_takes_its_time_behind_others():
     assert (disk.num_hit_tokens, disk.num_loaded_blocks, disk.num_stored_blocks) == (72, 18, 40)
 
 
+def test_who_asks_a_shared_tier_waits_for_the_next_step():
+    """It came while a step ran; the answer comes at once, and the step after that has begun."""
+    room = TierRoom("disk", 100, TierCost(0.0, 1e9))
+    shape = replace(BUSY, cost=StepCost(0.0, 0.0, 1.0), max_prefill_tokens=1000)
+    first_s = []
+    for shared_by_others in (False, True):
+        tiers = (replace(room, shared=shared_by_others),)
+        with one(
+            Record(8, [1] * 8, 1, 0.0, 9, [1] * 9), Record(8, [2] * 8, 1, 2.5, 1, [1])
+        ) as trace:
+            timing = play(trace, replace(shape, tiers=tiers), FleetRules())
+        first_s.append({journey.place: journey.first_token_s for journey in timing.journeys})
+    assert first_s == [{0: 1.0, 1: 4.0}, {0: 1.0, 1: 5.0}]
+
+
 def test_what_came_after_an_answer_comes_as_long_after_it():
     """A log of one request after another, replayed by a worker that is a thousand times slower."""
     records = [

@@ -47,7 +47,12 @@ def for_replay(
         "block_bytes": block_bytes,
         "blocks": cache.pool.num_blocks,
         "tiers": [
-            {"name": stats.name, "blocks": tier.capacity, "found": tier.num_blocks}
+            {
+                "name": stats.name,
+                "blocks": tier.capacity,
+                "shared": tier.shared,
+                "found": tier.num_blocks,
+            }
             for stats, tier in zip(tiers, cache.lower.tiers, strict=True)
         ],
         "max_num_seqs": settings.max_num_seqs,

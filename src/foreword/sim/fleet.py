@@ -67,7 +67,7 @@ def answers_before(trace: Trace) -> list[int]:
 
 
 class _Fleet:
-    """Events in the order of time: arrivals, ends of steps, loads. Of those at one time all
+    """Events in the order of time: arrivals, ends of steps, news of tiers. Of those at one time all
     arrivals come first, and then each worker that has something to do begins a step."""
 
     def __init__(
@@ -86,7 +86,7 @@ class _Fleet:
         ]
         self._arrivals: list[tuple[float, int]] = []  # when, and the request's place
         self._after: dict[int, list[tuple[float, int]]] = {}  # the same from an answer's end on
-        self._events: list[tuple[float, int]] = []  # ends of steps and loads: when, which worker
+        self._events: list[tuple[float, int]] = []  # ends of steps and news of tiers: when, who
         self._step_ends = [inf] * rules.num_workers
         self._num_sent = 0
         self._first_counted = int(len(trace) * rules.warmup)
@@ -160,10 +160,10 @@ class _Fleet:
         return None
 
     def _begin(self, worker: Worker, now_s: float, until_s: float) -> None:
-        """Its next step, or the wait for a load."""
+        """Its next step, or the wait for a tier."""
         end_s = worker.begin(now_s, until_s)
         if end_s is None:
-            end_s = worker.loads_at
+            end_s = worker.next_news_s
         else:
             self._step_ends[worker.number] = end_s
         if end_s is not None:

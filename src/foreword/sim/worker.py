@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
 from foreword.core.cost import StepCost, StepWork, TierCost
-from foreword.core.lease import Load, Store
+from foreword.core.lease import Load, Probe, Store
 from foreword.core.policy import LRU, Policy
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.sequence import Sequence
@@ -22,11 +22,13 @@ from foreword.sim.trace import Record
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """A tier below the device: how many blocks it holds and what it takes to read them."""
+    """A tier below the device: how many blocks it holds and what it takes to read them. One that is
+    `shared` is asked what others have of each prompt, of whom there are none here."""
 
     name: str
     num_blocks: int
     cost: TierCost
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class WorkerCount:
 
 class Worker:
     """One engine. Its driver sends it requests, lets it begin and end steps, and keeps the clock:
-    `begin` says when the step ends, and `loads_at` when the next load comes."""
+    `begin` says when the step ends, and `next_news_s` when a tier has something."""
 
     def __init__(self, shape: WorkerShape, id_tokens: int, number: int = 0) -> None:
         self.number = number
@@ -159,7 +161,10 @@ class Worker:
             shape.num_blocks + of_blocks,  # and a slot for the mark
             1 if of_blocks else shape.block_size,
             reuse=shape.reuse,
-            tiers=[Tier(room.num_blocks, policy=shape.policy) for room in shape.tiers],
+            tiers=[
+                Tier(room.num_blocks, shared=room.shared, policy=shape.policy)
+                for room in shape.tiers
+            ],
             policy=shape.policy,
         )
         self.scheduler: Scheduler[Sample] = Scheduler(
@@ -173,6 +178,7 @@ class Worker:
         self._inbox: list[list[Sample]] = []
         self._step: Step[Sample] | None = None
         self._num_repeats = 0  # how often the step's decodes run
+        self._probes: deque[tuple[float, Probe]] = deque()  # and when each is answered
         self._loads: list[deque[Load]] = [deque() for _ in shape.tiers]
         self._load_ends: list[float] = [0.0 for _ in shape.tiers]  # of the first of these
 
@@ -181,12 +187,11 @@ class Worker:
         return self._step is not None
 
     @property
-    def loads_at(self) -> float | None:
-        """When the next load comes. None: none is under way."""
-        return min(
-            (end for end, loads in zip(self._load_ends, self._loads, strict=True) if loads),
-            default=None,
-        )
+    def next_news_s(self) -> float | None:
+        """When a tier has the next load or answer. None: it was asked for none."""
+        news = [end for end, loads in zip(self._load_ends, self._loads, strict=True) if loads]
+        news += [at_s for at_s, _probe in self._probes]
+        return min(news, default=None)
 
     def chain(self, record: Record, *, keep_partial: bool = False) -> Chain:
         return prompt_chain(record, self._shape.block_size, keep_partial=keep_partial)
@@ -218,8 +223,11 @@ class Worker:
         """Take what came and begin the next step; returns when it ends. None: there is nothing to
         compute before something comes. Decodes run on while no step would begin after `until_s`,
         when something may come, and nothing else changes."""
+        self._take_answers(now_s)
         for samples in self._inbox:
-            self.scheduler.add(samples)
+            for probe in self.scheduler.add(samples):
+                latency_s = self._shape.tiers[probe.tier].cost.latency_s
+                self._probes.append((now_s + latency_s, probe))
         self._inbox.clear()
         self._take_loads(now_s)
         step = self._schedule()
@@ -365,6 +373,13 @@ class Worker:
     def _load_s(self, load: Load) -> float:
         num_bytes = (load.stop - load.start) * self._shape.block_bytes
         return self._shape.tiers[load.tier].cost.load_s(num_bytes)
+
+    def _take_answers(self, now_s: float) -> None:
+        """What was asked in this turn is answered after its step has begun, so in a later one."""
+        for at_s, probe in list(self._probes):
+            if at_s <= now_s:
+                self._probes.remove((at_s, probe))
+                self.scheduler.found(probe, 0)
 
     def _take_loads(self, now_s: float) -> None:
         """Tell the cache of all loads that came. Those of leases that ended are passed over."""

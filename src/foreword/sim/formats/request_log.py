@@ -118,7 +118,10 @@ def _engine(run: Mapping[str, Any], costs: Mapping[str, Any]) -> LoggedEngine:
     block_bytes = count(run, "block_bytes")
     tiers = [
         TierRoom(
-            text(tier, "name"), count(tier, "blocks"), _read_cost(reads[at : at + 1], block_bytes)
+            text(tier, "name"),
+            count(tier, "blocks"),
+            _read_cost(reads[at : at + 1], block_bytes),
+            bool(tier.get("shared")),
         )
         for at, tier in enumerate(objects(run, "tiers"))
     ]
