@@ -216,6 +216,8 @@ def _result(args: argparse.Namespace, trace: Trace, findings: Findings) -> dict[
 def _left_out(args: argparse.Namespace, trace: Trace, findings: Findings) -> Iterator[str]:
     if trace.id_tokens > 1 and args.partial == "unshared":
         yield "prompts' unfinished last blocks (no engine of full blocks finds them again)"
+    if trace.id_tokens == 1:
+        yield "in OPT and the cache without limit, parts of blocks (the server reuses them)"
     if findings.num_answers < findings.num_requests:
         some = "the KV of answers" if not findings.num_answers else "the KV of some answers"
         yield f"{some} (their tokens are not in the trace)"

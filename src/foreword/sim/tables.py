@@ -1,6 +1,7 @@
 """What a replay found as rows: one flat mapping for each setting, for JSON, CSV and a table alike.
 
-Shares run from 0 to 1. `regret`: the share of tokens that OPT has more.
+Shares run from 0 to 1. `regret`: the share of tokens that OPT has more. OPT and an endless cache
+are held to full blocks: where the core, which reuses parts of blocks too, has more, it has all.
 """
 
 import csv
@@ -67,8 +68,8 @@ def _row(finding: Finding, ceiling: Tally, block_bytes: int | None) -> Row:
         "hit_tokens": total.token_share,
         "hit_blocks": total.block_share,
         "opt_share": finding.opt_share,
-        "regret": finding.bound.token_share - total.token_share,
-        "ceiling_share": _share(total.num_hit_tokens, ceiling.num_hit_tokens),
+        "regret": max(0.0, finding.bound.token_share - total.token_share),
+        "ceiling_share": min(1.0, _share(total.num_hit_tokens, ceiling.num_hit_tokens)),
         "refused_requests": outcome.num_refused,
         "evicted_blocks": outcome.tiers[0].num_evicted_blocks,
     }
