@@ -22,6 +22,7 @@ Capacity = tuple[int | None, ...]  # as Setting.blocks
 
 _CURVE = (256, 64, 16, 4)  # parts of a trace's blocks that the default capacities are
 _TOP_GROUPS = 20
+_ALWAYS = ("hit_tokens", "hit_blocks")
 _HEADINGS = {
     "policy": "policy",
     "blocks": "blocks",
@@ -218,6 +219,9 @@ def _left_out(args: argparse.Namespace, trace: Trace, findings: Findings) -> Ite
         yield "prompts' unfinished last blocks (no engine of full blocks finds them again)"
     if trace.id_tokens == 1:
         yield "in OPT and the cache without limit, parts of blocks (the server reuses them)"
+    settings = [row.outcome.setting for row in findings.rows]
+    if any(one.policy == OPT and len(one.blocks) > 1 for one in settings):
+        yield "a bound in tiers of opt: each tier has its own (of OPT: of one cache of all blocks)"
     if findings.num_answers < findings.num_requests:
         some = "the KV of answers" if not findings.num_answers else "the KV of some answers"
         yield f"{some} (their tokens are not in the trace)"
@@ -235,7 +239,11 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     found = result["rows"]
-    shown = {name: text for name, text in _HEADINGS.items() if any(row.get(name) for row in found)}
+    shown = {
+        name: text
+        for name, text in _HEADINGS.items()
+        if name in _ALWAYS or any(row.get(name) for row in found)
+    }
     yield from table(found, shown)
     if groups := result.get("groups"):
         yield from ("", "The largest, and the share of their tokens that was reused, in %:")

@@ -29,6 +29,7 @@ from foreword.sim.worker import TierRoom, WorkerShape
 _ASKED_BY = ("workers", "routing", "speed_up", "open_loop", "engine", "model", "hardware", "tier")
 _OF_TABLES = ("compare", "device", "host", "disk", "restart_at", "per", "csv")
 _TABLES_BY = (*_OF_TABLES, "blocks", "policy")
+_WORKERS_MAX = 10_000
 _TIMES = {"ttft_s": "first token", "queue_s": "waited to be admitted", "answer_s": "whole answer"}
 
 
@@ -38,7 +39,7 @@ def add_timed_flags(parser: argparse.ArgumentParser) -> None:
         "with any of these, or given a request log of foreword serve and no sizes, the requests "
         "meet queues and steps that take time",
     )
-    group.add_argument("--workers", type=count, help="how many share the requests (1)")
+    group.add_argument("--workers", type=workers, help="how many share the requests (1)")
     group.add_argument("--routing", choices=tuple(ROUTES), help="to them (round-robin)")
     group.add_argument("--speed-up", type=factor, metavar="TIMES", help="so much sooner")
     group.add_argument(
@@ -65,6 +66,13 @@ def add_timed_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def workers(text: str) -> int:
+    """A whole number from 1, within reason: each has a cache of its own."""
+    if count(text) > _WORKERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} workers are more than {_WORKERS_MAX:,}")
+    return count(text)
+
+
 def factor(text: str) -> float:
     """A number above 0."""
     if not re.fullmatch(r"[0-9]{0,9}\.?[0-9]{1,9}", text) or not float(text):
@@ -84,7 +92,8 @@ def engine_of(args: argparse.Namespace) -> LoggedEngine | None:
     if args.engine:
         engine = _logged(args.engine)
         if engine is None:
-            raise Failure(f"--engine {args.engine} is no log of foreword serve", "usage")
+            what = "no log of foreword serve" if args.engine.is_file() else "no file"
+            raise Failure(f"--engine {args.engine} is {what}", "usage")
         return engine
     if args.model or args.hardware:
         return _planned(args)
@@ -122,7 +131,10 @@ def run_timed(args: argparse.Namespace, engine: LoggedEngine) -> dict[str, Any] 
             if logged:
                 ttfts_s["logged"] = logged
             written(args.plot, lambda path: plots.plot_ttfts(ttfts_s, path))
-    if not engine.num_cost_steps:
+    if args.model:
+        said = "a data sheet does not rate decoding: an answer takes no more than its first token"
+        result["notes"].insert(0, said)
+    elif not engine.num_cost_steps:
         result["notes"].insert(0, "the engine has learnt no costs: steps take no time")
     return result if args.json else "\n".join(_lines(result))
 
@@ -171,6 +183,9 @@ def _shape(args: argparse.Namespace, shape: WorkerShape, trace: Trace) -> Worker
             raise Failure(f"--policy in virtual time is one of {known}", "usage")
         shape = replace(shape, policy=CORE_POLICIES[args.policy[0]])
     if args.tier:
+        names = ["device", *(one.name for one in args.tier)]
+        if len(set(names)) < len(names):
+            raise Failure("--tier: each has a name of its own, and none is called device", "usage")
         rooms = (
             TierRoom(one.name, int(one.num_bytes // max(1, shape.block_bytes)), one.cost)
             for one in args.tier
@@ -180,7 +195,9 @@ def _shape(args: argparse.Namespace, shape: WorkerShape, trace: Trace) -> Worker
         shape = _resized(shape, args.blocks)
     if shape.num_blocks < 1:
         raise Failure(f"the device holds no block of {shape.block_size:,} tokens", "settings")
-    return shape
+    # More than all requests together take is only memory.
+    most = 1 + sum(-(-num_tokens // shape.block_size) for num_tokens in trace.lengths)
+    return replace(shape, num_blocks=min(shape.num_blocks, most))
 
 
 def _resized(shape: WorkerShape, capacities: list[tuple[int | None, ...]]) -> WorkerShape:

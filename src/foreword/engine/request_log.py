@@ -66,7 +66,8 @@ class RequestLog:
     def begin(self, facts: Mapping[str, Any], learnt: Learnt) -> None:
         """A run of an engine that `facts` tell of; `learnt` says what it knows of its costs."""
         self._learnt = learnt
-        self._head = _encoded({"foreword": __version__, "started": time.time(), **facts})
+        head = _encoded({"foreword": __version__, "started": time.time(), **facts})
+        self._head = b"\n" + head if _ends_in_a_line(self._path) else head
         self._thread.put(partial(self._write_line, b""))
 
     def add(self, stream: "Stream", rest_s: float) -> None:
@@ -171,3 +172,14 @@ class RequestLog:
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def _ends_in_a_line(path: Path) -> bool:
+    """Whether a file's last line is not whole: a run before was killed while it wrote."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+        return file.read(1) not in (b"", b"\n")

@@ -138,6 +138,9 @@ def deployment(
     """A replica takes the fewest devices (a power of two) whose memory holds the weights and a
     tenth more, unless told. Without `tiers`, those of the hardware's data sheet. Raises PlanError
     where the weights do not fit, ShapeError where their size is not known."""
+    names = ["device", *(tier.name for tier in tiers)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PlanError(f"two tiers are called {twice}: name them apart")
     weights_bytes = model.weights_bytes(weights_dtype)
     devices = devices_per_replica or 1
     if devices_per_replica is None:

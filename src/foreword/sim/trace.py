@@ -131,6 +131,11 @@ class Trace:
         return map(self.__getitem__, range(len(self)))
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt and its answers together, by arrival."""
+        return [self._num_tokens[at] + self._num_output_tokens[at] for at in self._sorted()]
+
+    @property
     def spans(self) -> list[Span]:
         """Of all requests, by arrival."""
         order = self._sorted()

@@ -54,7 +54,8 @@ class Chat:
 
     def num_prompt_tokens(self) -> int:
         """Of all turns of a session: what is prefilled without a cache."""
-        return sum(self.prompt_tokens(turn) for turn in range(1, self.turns + 1))
+        added = self.turns * (self.turns - 1) // 2 * (self.user + self.reply)
+        return self.turns * self.prompt_tokens(1) + added
 
     def num_new_tokens(self, *, replies_kept: bool) -> int:
         """Of a session, what is prefilled with every earlier turn's KV at hand. Without the replies
@@ -247,9 +248,14 @@ def described(text: str) -> Workload:
 
 def trace_of(workload: Workload, seed: int = 0) -> Trace:
     """Its requests, by arrival. The same seed gives the same trace. Raises WorkloadError."""
-    trace = Trace(1)
+    trace, num_tokens = Trace(1), 0
     try:
         for record in workload.records(random.Random(seed), Segments()):
+            num_tokens += record.num_tokens
+            if num_tokens > _TOKENS_MAX:
+                raise WorkloadError(
+                    f"the workload has more than {_TOKENS_MAX:,} prompt tokens: fewer requests"
+                )
             trace.add(record)
     except WorkloadError:
         trace.close()
@@ -257,6 +263,7 @@ def trace_of(workload: Workload, seed: int = 0) -> Trace:
     return trace
 
 
+_TOKENS_MAX = 300_000_000  # a minute's work, and a gigabyte of the disk
 _MAY_BE_NONE = {"system", "reply", "result", "shots", "skew", "sort", "think"}
 
 

@@ -7,7 +7,7 @@ keeps what a server had forgotten, and lets it go first, for it is used no more.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from foreword.sim.pieces import Bad, unpacked
 from foreword.sim.trace import Record, TraceError
 from foreword.sim.worker import TierRoom, WorkerShape
 
+_COST_MAX_S = 1e6  # of anything that an engine does once
+_TIME_MAX_S = 1e11  # of a date, too
 _HEADS = (b'{"foreword":', b'{"costs":')  # of lines that are no requests
 
 
@@ -80,7 +82,7 @@ class RequestLog(Reader):
             num_cached_tokens=None if item.get("cached") is None else count(item, "cached"),
             ttft_s=None if item.get("ttft") is None else _seconds(item, "ttft"),
             total_s=_seconds(item, "total"),
-            rest_s=number(item, "rest") or 0.0,
+            rest_s=0.0 if item.get("rest") is None else min(_COST_MAX_S, _seconds(item, "rest")),
             sample_lengths=lengths if len(lengths) > 1 else (),
             wants_prompt=bool(item.get("prompt_logprobs")),
             cancelled_at=None if any(lengths) else count(item, "computed", default=0),
@@ -96,14 +98,14 @@ def read_engine(path: Path) -> LoggedEngine | None:
         lines = unpacked(stream)
         if not lines.peek(len(_HEADS[0])).startswith(_HEADS[0]):
             return None
-        for line in lines:
+        for line in _whole(lines):
             if not line.startswith(_HEADS):
                 continue
             try:
                 item = json.loads(line)
                 run = item if "started" in item else run
                 costs = mapping(item, "costs") if "costs" in item else costs
-            except (json.JSONDecodeError, Bad):
+            except (ValueError, RecursionError, Bad):
                 continue  # a line that was cut off; reading the requests names it
     if not run:
         return None
@@ -111,6 +113,14 @@ def read_engine(path: Path) -> LoggedEngine | None:
         return _engine(run, costs)
     except Bad as bad:
         raise TraceError(f"{path}: {bad}") from bad
+
+
+def _whole(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Up to where a packed file is cut off; reading the requests says that it is."""
+    try:
+        yield from lines
+    except Bad:
+        return
 
 
 def _engine(run: Mapping[str, Any], costs: Mapping[str, Any]) -> LoggedEngine:
@@ -125,10 +135,13 @@ def _engine(run: Mapping[str, Any], costs: Mapping[str, Any]) -> LoggedEngine:
         )
         for at, tier in enumerate(objects(run, "tiers"))
     ]
+    named = ["device", *(tier.name for tier in tiers)]
+    if len(set(named)) < len(named):
+        raise Bad("two of its tiers have one name")
     names = [field.name for field in fields(StepCost)]
     shape = WorkerShape(
         count(run, "blocks"),
-        StepCost(**{name: number(costs, name) or 0.0 for name in names}),
+        StepCost(**{name: _cost(costs, name) for name in names}),
         block_size=count(run, "block_size"),
         block_bytes=block_bytes,
         tiers=tuple(tiers),
@@ -137,9 +150,17 @@ def _engine(run: Mapping[str, Any], costs: Mapping[str, Any]) -> LoggedEngine:
         max_prefill_tokens=count(run, "max_prefill_tokens"),
         reuse=bool(run.get("reuse")),
     )
-    if not (shape.num_blocks and shape.block_size):
+    room = (shape.num_blocks, shape.block_size, shape.max_num_seqs, shape.max_batch_tokens)
+    if not (all(room) and shape.max_prefill_tokens):
         raise Bad("its engine has no room")
     return LoggedEngine(text(run, "model"), shape, count(costs, "steps", default=0))
+
+
+def _cost(costs: Mapping[str, Any], name: str) -> float:
+    found = number(costs, name) or 0.0
+    if not 0 <= found <= _COST_MAX_S:
+        raise Bad(f"{name} is {found}, not from 0 to {_COST_MAX_S:g} seconds")
+    return found
 
 
 def _read_cost(read_block_s: list[Any], block_bytes: int) -> TierCost:
@@ -152,7 +173,7 @@ def _read_cost(read_block_s: list[Any], block_bytes: int) -> TierCost:
 
 def _seconds(item: Mapping[str, Any], name: str) -> float:
     found = number(item, name)
-    if found is None or found < 0:
+    if found is None or not 0 <= found <= _TIME_MAX_S:
         raise Bad(f"{name} is {item.get(name)!r}, not a number from 0")
     return found
 
