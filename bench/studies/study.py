@@ -13,6 +13,7 @@ from foreword.core.policy import LRU, Policy
 from foreword.sim.catalogue import HARDWARE, MODELS
 from foreword.sim.formats.reading import ReadOptions
 from foreword.sim.importer import read_trace
+from foreword.sim.percentile import percentile
 from foreword.sim.plan import Deployment, deployment
 from foreword.sim.prompt import Visit, visit
 from foreword.sim.trace import Record, Trace
@@ -73,9 +74,10 @@ class Cache:
     def serve(self, seen: Visit) -> int:
         """Returns how many tokens of the prompt were reused. One that is longer than the cache
         passes it by."""
-        admitted = self.core.admit(seen.prompt)
-        if isinstance(admitted, Refusal) or seen.num_slots > self.core.pool.num_blocks:
+        if seen.num_slots > self.core.pool.num_blocks:
             return 0
+        admitted = self.core.admit(seen.prompt, match=seen.reuses)
+        assert not isinstance(admitted, Refusal), "it fits, and nothing else runs"
         lease, effects = admitted
         for effect in effects:
             assert isinstance(effect, Copy), "there are no tiers"
@@ -119,5 +121,4 @@ def percent(share: float) -> str:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The value that `share` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return percentile(sorted(values), share)

@@ -13,10 +13,11 @@ from foreword.sim.fleet import FleetRules, answers_before, play
 from foreword.sim.importer import read_trace
 from foreword.sim.replay import Rules, replay
 from foreword.sim.routing import ROUTES
+from foreword.sim.shape import TierRoom, WorkerShape
 from foreword.sim.timing import percentile, spread, summary
 from foreword.sim.trace import Record, Trace
 from foreword.sim.trial import Setting
-from foreword.sim.worker import TierRoom, Worker, WorkerShape
+from foreword.sim.worker import Worker
 from traces import shared
 
 COST = StepCost(1e-3, 1e-6, 5e-3, 2e-3, 1e-6, 1e-3)

@@ -20,11 +20,11 @@ from foreword.sim.model import ShapeError
 from foreword.sim.plan import PlanError, deployment
 from foreword.sim.replay import BLOCK_SIZE
 from foreword.sim.routing import ROUTES
+from foreword.sim.shape import TierRoom, WorkerShape
 from foreword.sim.tables import Row, table
 from foreword.sim.timing import summary
 from foreword.sim.trace import Trace, TraceError
 from foreword.sim.trial import CORE_POLICIES, TIERS, UNLIMITED
-from foreword.sim.worker import TierRoom, WorkerShape
 
 _ASKED_BY = ("workers", "routing", "speed_up", "open_loop", "engine", "model", "hardware", "tier")
 _OF_TABLES = ("compare", "device", "host", "disk", "restart_at", "per", "csv")

@@ -112,7 +112,7 @@ class StepFit:
                 continue
             # At a minimum, what the errors' squares sum up to is the less the greater this is.
             explained = sum(c * self.moments[i] for c, i in zip(costs, chosen, strict=True))
-            if explained > most:
+            if explained > most * (1 + _SINGULAR):  # of equal ones the simplest
                 best, most = dict(zip(chosen, costs, strict=True)), explained
         if best is None:
             return None

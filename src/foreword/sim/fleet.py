@@ -12,8 +12,9 @@ from heapq import heappop, heappush
 from math import inf
 
 from foreword.sim.routing import ROUTES
+from foreword.sim.shape import WorkerShape
 from foreword.sim.trace import Trace
-from foreword.sim.worker import Journey, Worker, WorkerCount, WorkerShape
+from foreword.sim.worker import Journey, Worker, WorkerCount
 
 _NEWS = 64  # requests between two words of progress
 

@@ -38,11 +38,12 @@ class Visit:
     prompt: Chain
     whole: Chain
     num_filled: int
+    reuses: bool = True  # False: its prompt's logits are wanted, so all of it is computed
 
     @property
     def num_reusable(self) -> int:
         """Blocks that may be known already."""
-        return (len(self.prompt) - 1) // self.prompt.block_size
+        return (len(self.prompt) - 1) // self.prompt.block_size if self.reuses else 0
 
     @property
     def num_kept(self) -> int:
@@ -64,13 +65,17 @@ class Visit:
 
 
 def visit(record: Record, block_size: int, *, keep_partial: bool = False) -> Visit:
-    """As `prompt_chain`, with the answer's tokens where the record has them."""
+    """As `prompt_chain`, with the answer's tokens where the record has them. A request that was
+    cancelled before its first token leaves nothing here: how far it came depends on the clock."""
     prompt = prompt_chain(record, block_size, keep_partial=keep_partial)
+    if record.cancelled_at is not None:
+        return Visit(prompt, prompt, 0, reuses=False)
     if record.id_tokens > 1:
         return Visit(prompt, prompt, len(prompt) - 1)
     answer = record.answers[0]  # the others' blocks are theirs alone, until they are asked about
+    reuses = not record.wants_prompt
     if len(answer) < 2:
-        return Visit(prompt, prompt, len(prompt))
+        return Visit(prompt, prompt, len(prompt), reuses)
     whole = prompt.copy()
     whole.extend(answer[:-1])
-    return Visit(prompt, whole, len(whole))
+    return Visit(prompt, whole, len(whole), reuses)

@@ -136,7 +136,8 @@ class _Run:
                 if restarts:
                     trial.restart()
         size = record.num_tokens, -(-record.num_tokens // self._block_tokens)
-        self._ceiling.add(size, self._known(record, seen))
+        if record.cancelled_at is None:
+            self._ceiling.add(size, self._known(record, seen))
         self._num_answers += len(record.output_ids) > 0
         self._future.advance(record.place, seen)
         group = getattr(record, self._rules.per) if self._rules.per else None

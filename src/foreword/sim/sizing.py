@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from foreword.sim.percentile import percentile
 from foreword.sim.plan import Deployment, Figure, PlannedTier, Row, Table
 from foreword.sim.traffic import Traffic
 
@@ -266,10 +267,7 @@ def _row(
         "replicas": math.ceil(replicas.value) if traffic.rate else None,
         "hit_share": traffic.share(places[-1].known),
         "mean_s": statistics.fmean(seconds),
-        **{
-            f"p{at}_s": seconds[min(len(seconds) - 1, len(seconds) * at // 100)]
-            for at in (50, 95, 99)
-        },
+        **{f"p{at}_s": percentile(seconds, at / 100) for at in (50, 95, 99)},
         "queued_mean_s": None,
     }
     if traffic.rate:

@@ -1,16 +1,16 @@
 """What a replay in virtual time found, as plain values for JSON and for people.
 
-Seconds are virtual. Shares run from 0 to 1. A percentile is the least value that so large a share
-of the requests does not exceed.
+Seconds are virtual. Shares run from 0 to 1.
 """
 
 from collections.abc import Iterable, Iterator
-from math import ceil
 from typing import Any
 
 from foreword.sim.fleet import FleetRules, Timing
+from foreword.sim.percentile import percentile
+from foreword.sim.shape import WorkerShape
 from foreword.sim.trace import Trace
-from foreword.sim.worker import Journey, WorkerCount, WorkerShape
+from foreword.sim.worker import Journey, WorkerCount
 
 _CDF_POINTS = 50
 
@@ -83,11 +83,6 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
         "p99": percentile(ordered, 0.99),
         "cdf": [[percentile(ordered, share), share] for share in shares],
     }
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """Of values in ascending order, at least one."""
-    return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 def _worker(number: int, count: WorkerCount, timing: Timing, shape: WorkerShape) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def traffic_of(
 def _grid(wanted: Sequence[int], least: int, most: int) -> list[int]:
     """Numbers of blocks, ascending: those wanted, and between what the longest request takes and
     all a row of equal factors, where none is wanted nearby."""
+    most = max(1, most)  # of prompts that fill no block there is none
     factor = max(1.5, (most / least) ** (1 / _POINTS))
     row = {int(most / factor**power) for power in range(1, _POINTS + 1)}
     row -= {one for one in row for near in wanted if 0.9 < near / max(1, one) < 1.1}

@@ -121,7 +121,9 @@ class Trial:
         self.outcome = Outcome(self.outcome.setting, [TierTally() for _ in self.room])
 
     def serve(self, record: Record, seen: Visit, group: str | None = None) -> None:
-        """One request, counted."""
+        """One request, counted, as a server counts it: when its first token comes."""
+        if record.cancelled_at is not None:
+            return
         size = record.num_tokens, -(-record.num_tokens // (self.block_size * self.id_tokens))
         hits = self.find(record, seen)
         self.outcome.num_refused += hits is None
@@ -151,7 +153,7 @@ class CoreTrial(Trial):
         if seen.num_slots > cache.pool.num_blocks:
             return None
         num_evicted = cache.num_evicted_blocks
-        admitted = cache.admit(seen.prompt)
+        admitted = cache.admit(seen.prompt, match=seen.reuses)
         assert not isinstance(admitted, Refusal), "it fits, and nothing else runs"
         lease, effects = admitted
         for effect in effects:

@@ -6,62 +6,18 @@ counted. What is stored can be read at once, and what is loaded is never damaged
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
-from foreword.core.cost import StepCost, StepWork, TierCost
+from foreword.core.cost import StepWork
 from foreword.core.lease import Load, Probe, Store
-from foreword.core.policy import LRU, Policy
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.sequence import Sequence
 from foreword.core.tier import Tier
 from foreword.sim.prompt import MARK, prompt_chain
+from foreword.sim.shape import WorkerShape
 from foreword.sim.trace import Record
-
-
-@dataclass(frozen=True, slots=True)
-class TierRoom:
-    """A tier below the device: how many blocks it holds and what it takes to read them. One that is
-    `shared` is asked what others have of each prompt, of whom there are none here."""
-
-    name: str
-    num_blocks: int
-    cost: TierCost
-    shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerShape:
-    """What a worker has room for and what its work costs. A block is of `block_size` tokens, or of
-    one id where a trace has ids of blocks, and of `block_bytes`."""
-
-    num_blocks: int
-    cost: StepCost
-    block_size: int = 16
-    block_bytes: int = 0
-    tiers: tuple[TierRoom, ...] = ()  # the fastest first
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 512
-    max_prefill_tokens: int = 2048
-    reuse: bool = True
-    policy: Policy = LRU
-
-    def of_blocks(self, num_tokens: int) -> "WorkerShape":
-        """The same worker with blocks of so many tokens."""
-        if num_tokens == self.block_size:
-            return self
-        size = self.block_size
-        tiers = (
-            replace(room, num_blocks=room.num_blocks * size // num_tokens) for room in self.tiers
-        )
-        return replace(
-            self,
-            num_blocks=self.num_blocks * size // num_tokens,
-            block_size=num_tokens,
-            block_bytes=self.block_bytes * num_tokens // size,
-            tiers=tuple(tiers),
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -234,11 +190,11 @@ class Worker:
         for load in step.loads:
             self._load(load, now_s)
         self.count.most_waiting = max(self.count.most_waiting, len(self.scheduler.waiting))
-        if not step.work:
-            return None
         for sequence in self.scheduler.running:
             if sequence.journey.admitted_s < 0:
                 sequence.journey.admitted_s = now_s
+        if not step.work:
+            return None
         self._step = step
         end_s = self._run(step, now_s, until_s)
         self.count.num_steps += self._num_repeats

@@ -17,8 +17,8 @@ from foreword.sim.formats.fields import count, mapping, number, objects, text
 from foreword.sim.formats.reading import Format, Reader, Reading
 from foreword.sim.ids import OWN_MAX
 from foreword.sim.pieces import Bad, unpacked
+from foreword.sim.shape import TierRoom, WorkerShape
 from foreword.sim.trace import Record, TraceError
-from foreword.sim.worker import TierRoom, WorkerShape
 
 _COST_MAX_S = 1e6  # of anything that an engine does once
 _TIME_MAX_S = 1e11  # of a date, too

@@ -52,7 +52,7 @@ class TraceLab(Reader):
             session=session,
             num_cached_tokens=cached,
         )
-        self._latest[session] = runs
+        self._latest[session] = _first(runs, num_tokens // self._block_size)
         self._reading.notes[
             "{n} rounds have ids made of what the provider found cached: a replay gives its hits "
             "again, and sees neither what sessions share nor what the provider had let go"
@@ -77,6 +77,17 @@ class TraceLab(Reader):
             if self._next_id > OWN_MAX:
                 raise TraceError(f"over {OWN_MAX} blocks: read it with a larger block size")
         return runs, known
+
+
+def _first(runs: Runs, num_blocks: int) -> Runs:
+    """The full blocks: the last one may stand for fewer tokens, and is another when it is full."""
+    found: Runs = []
+    for first, length in runs:
+        length = min(length, num_blocks)
+        num_blocks -= length
+        if length:
+            found.append((first, length))
+    return found
 
 
 def _sent_s(events: list[dict[str, Any]]) -> float:
