@@ -108,7 +108,11 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
             plan.figures += chat_figures(workload, site)
         if args.trace or workload:
             trace = opened_trace(args) if workload is None else trace_of(workload)
-            add_traffic(plan, trace, args.block_size or BLOCK_SIZE)
+            add_traffic(
+                plan, trace, args.block_size or BLOCK_SIZE, workload.rate_s if workload else None
+            )
+        elif args.price:
+            raise Failure("--price is for --trace or --workload: what do the sizes save?", "usage")
     except (PlanError, ShapeError, TraceError, WorkloadError) as error:
         raise Failure(str(error), "settings") from error
     if args.json:
@@ -149,6 +153,14 @@ def as_learnt(site: Deployment, log: Path, *, keep_tiers: bool) -> Deployment:
         what = "a log without costs: serve more requests" if engine else "no log of foreword serve"
         raise Failure(f"--costs {log} is {what} (foreword serve --request-log FILE)", "usage")
     shape = engine.shape
+    if shape.block_bytes != round(shape.block_size * site.kv_bytes):
+        raise Failure(
+            f"--costs {log} is of {engine.model}, whose tokens take "
+            f"{shape.block_bytes / shape.block_size:,.0f} bytes of KV, not {site.kv_bytes:,.0f}",
+            "usage",
+        )
+    if not shape.cost.per_token_s:
+        raise Failure(f"--costs {log} does not tell a token's cost: serve other prompts", "usage")
     own = [
         PlannedTier(room.name, room.num_blocks * shape.block_bytes, room.cost)
         for room in shape.tiers
@@ -187,14 +199,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.4) or names)
 
 
-def add_traffic(plan: Plan, trace: Trace, block_size: int) -> None:
-    """What the requests ask for; closes the trace."""
+def add_traffic(plan: Plan, trace: Trace, block_size: int, rate: float | None = None) -> None:
+    """What the requests ask for, at `rate` a second, or as the trace has them; closes the trace."""
     site = plan.site
     with trace:
         sizes = [number * site.device_tokens for number in _REPLICAS]
         sizes += [tier.num_bytes / site.kv_bytes for tier in site.tiers if tier.num_bytes]
         traffic = traffic_of(trace, sizes, block_size, progress_bar())
         plan.notes += trace.notes
+    if rate is not None:  # a few sessions begin and end: their span says less
+        traffic = replace(traffic, span_s=len(traffic.num_tokens) / rate)
     found = verdict(site, traffic)
     plan.figures += found.figures
     plan.tables += found.tables

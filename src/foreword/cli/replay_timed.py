@@ -41,7 +41,12 @@ def add_timed_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--workers", type=workers, help="how many share the requests (1)")
     group.add_argument("--routing", choices=tuple(ROUTES), help="to them (round-robin)")
-    group.add_argument("--speed-up", type=factor, metavar="TIMES", help="so much sooner")
+    group.add_argument(
+        "--speed-up",
+        type=factor,
+        metavar="TIMES",
+        help="requests come so much sooner, whenever answers end",
+    )
     group.add_argument(
         "--open-loop",
         action="store_true",
@@ -56,7 +61,7 @@ def add_timed_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", help="in place of --engine: a model as foreword plan knows it")
     group.add_argument("--hardware", help="and what a worker of it runs on: h100:8")
-    group.add_argument("--mfu", type=part, default=1.0, help="part of the peak that it reaches")
+    group.add_argument("--mfu", type=part, help="part of the peak that it reaches (1)")
     group.add_argument(
         "--tier",
         type=tier,
@@ -89,6 +94,10 @@ def engine_of(args: argparse.Namespace) -> LoggedEngine | None:
     if others := [name for name in _OF_TABLES if getattr(args, name)]:
         flag, cause = others[0].replace("_", "-"), (asked or ["request log"])[0].replace("_", "-")
         raise Failure(f"--{flag} is not for a replay in virtual time (--{cause})", "usage")
+    if args.engine and (args.model or args.hardware):
+        raise Failure("--engine and --model both say what serves: give one", "usage")
+    if args.mfu and not args.model:
+        raise Failure("--mfu is of --model and --hardware", "usage")
     if args.engine:
         engine = _logged(args.engine)
         if engine is None:
@@ -154,7 +163,7 @@ def _planned(args: argparse.Namespace) -> LoggedEngine:
     if not (args.model and args.hardware):
         raise Failure("--model and --hardware go together", "usage")
     try:
-        site = deployment(model_named(args.model), hardware_of(args.hardware), mfu=args.mfu)
+        site = deployment(model_named(args.model), hardware_of(args.hardware), mfu=args.mfu or 1.0)
     except (PlanError, ShapeError) as error:
         raise Failure(str(error), "settings") from error
     size = args.block_size or BLOCK_SIZE

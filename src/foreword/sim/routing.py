@@ -3,7 +3,8 @@
 `round-robin`: each in turn. `hash`: by the session, else by the prompt's first block, so that what
 begins alike meets again; another number of workers moves as few as can be. `prefix`: who has most
 of the prompt, and among equals who has least queued. `soonest`: who has the least to compute before
-this request's first token, its own part of the prompt included.
+this request's first token, its own part of the prompt included. Those that are equal in all of this
+take turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +29,24 @@ def _hash(_number: int, record: Record, chain: Chain, workers: Sequence[Worker])
     return max(range(len(workers)), key=lambda at: sha256(key + at.to_bytes(4, "big")).digest())
 
 
-def _prefix(_number: int, _record: Record, chain: Chain, workers: Sequence[Worker]) -> int:
+def _prefix(number: int, _record: Record, chain: Chain, workers: Sequence[Worker]) -> int:
     return max(
         range(len(workers)),
-        key=lambda at: (workers[at].num_known_tokens(chain), -workers[at].num_queued_tokens, -at),
+        key=lambda at: (
+            workers[at].num_known_tokens(chain),
+            -workers[at].num_queued_tokens,
+            -((at - number) % len(workers)),
+        ),
     )
 
 
-def _soonest(_number: int, _record: Record, chain: Chain, workers: Sequence[Worker]) -> int:
+def _soonest(number: int, _record: Record, chain: Chain, workers: Sequence[Worker]) -> int:
     return min(
         range(len(workers)),
-        key=lambda at: (workers[at].num_queued_tokens - workers[at].num_known_tokens(chain), at),
+        key=lambda at: (
+            workers[at].num_queued_tokens - workers[at].num_known_tokens(chain),
+            (at - number) % len(workers),
+        ),
     )
 
 

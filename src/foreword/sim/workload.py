@@ -48,6 +48,11 @@ class Chat:
     rate: float = 0.1
     think: float = 30.0  # seconds from a request to the session's next, on average
 
+    @property
+    def rate_s(self) -> float:
+        """Requests a second, when as many sessions end as begin."""
+        return self.rate * self.turns
+
     def prompt_tokens(self, turn: int) -> int:
         """Of a turn, from 1."""
         return self.system + (turn - 1) * (self.user + self.reply) + self.user
@@ -100,6 +105,11 @@ class Agents:
     rate: float = 0.05
     think: float = 5.0  # seconds that a tool takes, on average
 
+    @property
+    def rate_s(self) -> float:
+        """As Chat's."""
+        return self.rate * self.steps
+
     def records(self, draw: random.Random, segments: Segments) -> Iterator[Record]:
         system = segments.new(self.system)
         for number, start_s in enumerate(_starts(draw, self.rate, self.sessions)):
@@ -127,6 +137,11 @@ class FewShot:
     requests: int = 1000
     rate: float = 10.0
 
+    @property
+    def rate_s(self) -> float:
+        """Requests a second."""
+        return self.rate
+
     def records(self, draw: random.Random, segments: Segments) -> Iterator[Record]:
         shots = [segments.new(self.shots) for _ in range(self.sets)]
         for start_s in _starts(draw, self.rate, self.requests):
@@ -150,6 +165,11 @@ class Rag:
     reply: int = 300
     requests: int = 1000
     rate: float = 2.0
+
+    @property
+    def rate_s(self) -> float:
+        """Requests a second."""
+        return self.rate
 
     def records(self, draw: random.Random, segments: Segments) -> Iterator[Record]:
         system = segments.new(self.system)
