@@ -20,7 +20,7 @@ from foreword.sim.trial import Setting
 from foreword.sim.worker import Worker
 from traces import shared
 
-COST = StepCost(1e-3, 1e-6, 5e-3, 2e-3, 1e-6, 1e-3)
+COST = StepCost(1e-3, 1e-6, 5e-3, 2e-3, 1e-6, 1e-4)
 FREE = StepCost(0.0)
 BUSY = WorkerShape(40, COST, 4, 1 << 10, max_num_seqs=6, max_batch_tokens=16, max_prefill_tokens=48)
 

@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from foreword.core.cost import StepCost, StepFit, StepWork, TierCost, num_pairs
+from foreword.core.cost import EARLY_TOKENS, StepCost, StepFit, StepWork, TierCost, num_pairs
 
-COST = StepCost(2e-4, 3e-8, 5e-3, 1e-3, 4e-8, 7e-3)
+COST = StepCost(2e-4, 3e-8, 5e-3, 1e-3, 4e-8, 7e-4)
 
 
 def work(num_tokens: int, context: int, num_decoding: int) -> StepWork:
@@ -27,8 +27,10 @@ def test_each_token_attends_to_all_before_it_and_itself() -> None:
 
 def test_a_prefill_in_chunks_costs_what_it_costs_at_once_but_for_the_steps() -> None:
     chunks_s = COST.prefill_s(60) + COST.prefill_s(40, 60)
-    once_s = COST.prefill_s(100)
-    assert chunks_s == pytest.approx(once_s + COST.per_step_s + COST.per_prefill_s)
+    assert chunks_s == pytest.approx(COST.prefill_s(100) + COST.per_step_s)
+    chunks_s = COST.prefill_s(200) + COST.prefill_s(300, 200)
+    early_s = EARLY_TOKENS * COST.per_early_token_s
+    assert chunks_s == pytest.approx(COST.prefill_s(500) + COST.per_step_s + early_s)
     assert COST.prefill_s(0, 60) == 0
 
 
@@ -59,7 +61,7 @@ def test_what_costs_nothing_is_0_and_never_less() -> None:
     assert found is not None
     assert min(getattr(found, name) for name in StepCost.__dataclass_fields__) == 0
     assert found.per_token_s == 0
-    assert found.per_step_s + found.per_prefill_s == pytest.approx(0.37)
+    assert found.per_step_s == pytest.approx(0.37)
 
 
 def test_what_was_never_run_is_not_known() -> None:
@@ -68,8 +70,18 @@ def test_what_was_never_run_is_not_known() -> None:
     fit.add(work(0, 50, 1), 0.5)
     found = fit.solve()
     assert found is not None
-    assert found.per_token_s == found.per_prefill_s == 0
+    assert found.per_token_s == found.per_early_token_s == 0
     assert found.step_s(work(0, 50, 1)) == pytest.approx(0.5)
+
+
+def test_where_prefills_were_short_alone_their_tokens_cost_the_same() -> None:
+    fit = StepFit()
+    for num_tokens in (1, 10, 100):
+        fit.add(work(num_tokens, 0, 0), 0.1 + 0.01 * num_tokens)
+    found = fit.solve()
+    assert found is not None
+    assert found.per_token_s == pytest.approx(0.01)
+    assert found.per_early_token_s == 0
 
 
 def test_a_copy_stays_as_it_was() -> None:

@@ -5,6 +5,8 @@ A token's prefill has a part of its own (the weights) and one for each token bef
 
 from dataclasses import dataclass, field
 
+EARLY_TOKENS = 128  # of a step's prefill
+_CLEARLY = 1 + 1e-9  # among sets of costs that explain as much the first one counts
 _SINGULAR = 1e-9  # of a pivot of equations whose diagonal is 1
 
 
@@ -37,15 +39,16 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one step of an engine. `per_step_s` is paid once, and `per_prefill_s` by a step
-    that prefills; decoding sequences have a token each, and attend to all of their context."""
+    """Seconds of one step of an engine. `per_step_s` is paid once; a prefill of few tokens keeps a
+    device less busy than one of many, so the first EARLY_TOKENS may cost more; decoding sequences
+    have a token each, and attend to all of their context."""
 
     per_token_s: float
     per_pair_s: float = 0.0
     per_step_s: float = 0.0
     per_decode_s: float = 0.0  # for each decoding sequence
     per_decode_pair_s: float = 0.0
-    per_prefill_s: float = 0.0
+    per_early_token_s: float = 0.0  # beside per_token_s
 
     def prefill_s(self, num_tokens: int, context: int = 0) -> float:
         """Seconds to compute `num_tokens` tokens after `context` others, in one step."""
@@ -61,7 +64,7 @@ class StepCost:
             + self.per_step_s
             + work.num_decoding * self.per_decode_s
             + work.num_decode_pairs * self.per_decode_pair_s
-            + (self.per_prefill_s if work.num_tokens else 0.0)
+            + min(work.num_tokens, EARLY_TOKENS) * self.per_early_token_s
         )
 
 
@@ -88,7 +91,7 @@ class StepFit:
             1,
             work.num_decoding,
             work.num_decode_pairs,
-            int(work.num_tokens > 0),
+            min(work.num_tokens, EARLY_TOKENS),
         )
         self.num_steps += 1
         for at, one in enumerate(paid):
@@ -112,7 +115,7 @@ class StepFit:
                 continue
             # At a minimum, what the errors' squares sum up to is the less the greater this is.
             explained = sum(c * self.moments[i] for c, i in zip(costs, chosen, strict=True))
-            if explained > most * (1 + _SINGULAR):  # of equal ones the simplest
+            if explained > most * _CLEARLY:
                 best, most = dict(zip(chosen, costs, strict=True)), explained
         if best is None:
             return None

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
+from foreword.sim.journey import Journey
 from foreword.sim.routing import ROUTES
 from foreword.sim.shape import WorkerShape
 from foreword.sim.trace import Trace
-from foreword.sim.worker import Journey, Worker, WorkerCount
+from foreword.sim.worker import Worker, WorkerCount
 
 _NEWS = 64  # requests between two words of progress
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from foreword.sim.fleet import FleetRules, Timing
+from foreword.sim.journey import Journey
 from foreword.sim.percentile import percentile
 from foreword.sim.shape import WorkerShape
 from foreword.sim.trace import Trace
-from foreword.sim.worker import Journey, WorkerCount
+from foreword.sim.worker import WorkerCount
 
 _CDF_POINTS = 50
 
