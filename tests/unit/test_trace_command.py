@@ -275,3 +275,15 @@ def test_zst_that_is_not_installed_says_so(tmp_path, capsys, monkeypatch):
     code, _, err = run("show", path, capsys=capsys)
     assert code == 6
     assert "zstandard is not installed: pip install 'foreword[zst]'" in err
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path, capsys):
+    trace, real, link = (tmp_path / name for name in ("t.jsonl", "real.jsonl", "link.jsonl"))
+    trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [7]}\n')
+    real.touch()
+    link.symlink_to(real)
+    assert main(["trace", "anonymise", str(trace), "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert '"hash_ids"' in real.read_text()
+    assert main(["trace", "anonymise", str(trace), "-o", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err

@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is None:
         grouped = words[0] in ("bench", "cache", "engine-args", "trace")
         wish = " ".join(words[:2] if grouped else words[:1])
-        print(f"foreword: no command {wish!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        near = [one for one in COMMANDS if grouped and one.split()[0] == words[0]] or COMMANDS
+        print(f"foreword: no command {wish!r}; there are {', '.join(near)}", file=sys.stderr)
         return EXIT_CODES["usage"]
     try:
         parser, words = command_parser(name), words[len(name.split()) :]
@@ -129,10 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = configured(parser, words)
         args = parser.parse_args(words)
         result = import_module(COMMANDS[name][0]).run(args)
-        if isinstance(result, str):
-            print(result, flush=True)
-            return 0
-        return result if isinstance(result, int) else _report(result, as_json=args.json)
+        return result if isinstance(result, int) else _report(result, args)
     except KeyboardInterrupt:
         return EXIT_CODES["interrupted"]
     except BrokenPipeError:  # who reads has seen enough, as `head` does
@@ -146,9 +144,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return failure.exit_code
 
 
-def _report(result: Mapping[str, Any], as_json: bool) -> int:
-    print(json.dumps(result, indent=2) if as_json else "\n".join(_lines(result)), flush=True)
-    return 0 if result.get("ok", True) else 1
+def _report(result: Mapping[str, Any] | str, args: argparse.Namespace) -> int:
+    if isinstance(result, str):
+        text, ok = result, True
+    else:
+        text = json.dumps(result, indent=2) if args.json else "\n".join(_lines(result))
+        ok = result.get("ok", True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Failure(f"the result cannot be written: {error.strerror}", "failed") from error
+    return 0 if ok else 1
 
 
 def _lines(result: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -127,15 +127,20 @@ def _anonymise(args: argparse.Namespace) -> int:
 
 
 def _write(lines: Iterator[str], path: Path) -> None:
-    """All of them or no file."""
-    unfinished = path.with_name(f"{path.name}.part")
+    """All of them or no file; what is there and no file, such as a pipe, gets them as they come."""
+    if path.is_dir() or not path.name:
+        raise Failure(f"{path} is a folder: name a file in it", "usage")
+    direct = path.is_symlink() or (path.exists() and not path.is_file())
+    unfinished = path if direct else path.with_name(f"{path.name}.part")
     try:
         try:
             opener = gzip.open if path.suffix == ".gz" else open
             with opener(unfinished, "wt", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in lines)
-            unfinished.replace(path)
+            if not direct:
+                unfinished.replace(path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            if not direct:
+                unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise Failure(f"{path} cannot be written: {error.strerror or error}", "failed") from error

@@ -104,7 +104,12 @@ def tokenizer(path: Path) -> Callable[[str], Sequence[int]]:
 
 
 def source(args: argparse.Namespace) -> Path | BinaryIO:
-    return sys.stdin.buffer if args.trace == "-" else Path(args.trace)
+    """Raises Failure where there is no standard input."""
+    if args.trace != "-":
+        return Path(args.trace)
+    if sys.stdin is None:
+        raise Failure("standard input is closed: name a file", "usage")
+    return sys.stdin.buffer
 
 
 def opened_trace(args: argparse.Namespace) -> Trace:

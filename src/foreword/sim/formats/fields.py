@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from foreword.sim.pieces import Bad
 
-_COUNT_MAX: Final = 2**31  # more tokens are no request's
+_COUNT_MAX: Final = 2**31
+_PROMPT_MAX: Final = 2**24  # more tokens are no request's, and as many ids would fill the memory
 
 
 def first_of(item: Mapping[str, Any], *names: str) -> Any:
@@ -21,8 +22,10 @@ def count(item: Mapping[str, Any], *names: str, default: int | None = None) -> i
         if default is None:
             raise Bad(f"there is no {' or '.join(names)}")
         return default
-    if type(found) is not int or not 0 <= found < _COUNT_MAX:
+    if type(found) is not int or found < 0:
         raise Bad(f"{_name(item, names)} is {_shown(found)}, not a whole number from 0")
+    if found >= _COUNT_MAX:
+        raise Bad(f"{_name(item, names)} is {_shown(found)}, more than anything here counts")
     return found
 
 
@@ -31,6 +34,8 @@ def prompt_tokens(item: Mapping[str, Any], *names: str) -> int:
     found = count(item, *names)
     if found == 0:
         raise Bad("its prompt is empty")
+    if found > _PROMPT_MAX:
+        raise Bad(f"its prompt has {found:,} tokens, more than {_PROMPT_MAX:,}")
     return found
 
 
@@ -57,7 +62,7 @@ def moment(item: Mapping[str, Any], *names: str) -> float | None:
         return None
     name = _name(item, names)
     value: float | None = None
-    if type(found) in (int, float):
+    if type(found) in (int, float) and abs(found) < 1e300:
         value = float(found)
     elif isinstance(found, str):
         try:
@@ -87,7 +92,10 @@ def text(item: Mapping[str, Any], *names: str) -> str:
         return ""
     if type(found) not in (str, int):
         raise Bad(f"{_name(item, names)} is {_shown(found)}, not a string")
-    return str(found)
+    name = str(found)
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise Bad(f"{_name(item, names)} has half a character: {_shown(found)}")
+    return name
 
 
 def mapping(item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

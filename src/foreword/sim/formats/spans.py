@@ -169,7 +169,7 @@ def _listed(attributes: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if isinstance(found, str) and found.strip():
         try:
             found = json.loads(found)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Bad(f"{name} is cut off, or no JSON: {error}") from error
         if isinstance(found, str):
             found = [{"type": "text", "content": found}]
