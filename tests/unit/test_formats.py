@@ -279,3 +279,20 @@ def test_azures_trace():
     assert len(read_lengths(path)) == 19_366
     with pytest.raises(NoPrefixes):
         read_trace(path)
+
+
+def test_tracelab_an_unfilled_block_is_another_when_it_is_full():
+    rows = [
+        {"session_id": "s", "input_tokens_total": total, "prefix_tokens": cached}
+        | {"newly_append_tokens": total - cached, "output_tokens": 1}
+        | {
+            "timing_events": [
+                {"event_type": "user_message", "timestamp": f"2026-06-01T05:40:{at}Z"}
+            ]
+        }
+        for at, (total, cached) in enumerate([(100, 0), (200, 128)], start=10)
+    ]
+    with read_trace(stream(*rows)) as trace:
+        first, second = (list(record.ids) for record in trace)
+    assert first[0] == second[0]
+    assert first[1] not in second

@@ -163,3 +163,14 @@ def test_a_visit_says_what_gets_kv() -> None:
     assert seen.answer_ends == (4, 8)
     assert visit(Record(4, [1, 2, 3, 4], output_ids=[5, 6, 7]), 4).answer_ends == (6,)
     assert visit(Record(4, [1, 2, 3, 4], output_ids=[5]), 4).answer_ends == ()
+
+
+def test_what_a_server_does_not_reuse_or_count_is_not_reused_or_counted_here() -> None:
+    prompt = [5] * 33
+    with Trace(1) as trace:
+        trace.add(Record(33, prompt, arrival_s=0.0, cancelled_at=0))
+        trace.add(Record(33, prompt, arrival_s=1.0))
+        trace.add(Record(33, prompt, arrival_s=2.0, wants_prompt=True))
+        found = replay(trace, [Setting("lru", (9,)), Setting("opt", (9,))], Rules())
+    for total in (found.ceiling, *(row.outcome.total for row in found.rows)):
+        assert (total.num_requests, total.num_hit_tokens) == (2, 0)

@@ -230,3 +230,18 @@ def test_first_tokens_in_virtual_time_are_drawn(
     assert cli.main(["replay", str(trace), *words]) == 0
     assert "first token" in capsys.readouterr().out
     assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tier", "device=1GB@1GB/s"], "each has a name of its own"),
+        (["--tier", "a=1GB@1GB/s", "--tier", "a=2GB@1GB/s"], "each has a name of its own"),
+        (["--workers", "99999"], "99999 workers are more than 10,000"),
+        (["--engine", "nowhere.jsonl"], "--engine and --model both say what serves"),
+    ],
+)
+def test_what_cannot_serve_in_virtual_time(
+    trace: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, trace, "--model", "smollm2-135m", "--hardware", "h100", *words)
