@@ -243,3 +243,14 @@ def test_an_engine_is_read_of_logs_alone_that_say_enough(tmp_path: Path) -> None
         path.write_text(json.dumps({**head, **change}, separators=(",", ":")) + "\n")
         with pytest.raises(TraceError, match=said):
             read_engine(path)
+
+
+def test_a_run_begins_on_a_line_of_its_own(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"foreword": "0", "started": 1}\n{"arrival": 2, "pro')
+    log = RequestLog(path)
+    log.begin({"blocks": 4}, lambda: (StepFit(), ()))
+    log.close()
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"arrival": 2, "pro'
+    assert json.loads(lines[2])["blocks"] == 4
