@@ -126,7 +126,10 @@ def run_timed(args: argparse.Namespace, engine: LoggedEngine) -> dict[str, Any] 
     )
     with opened_trace(args) as trace:
         shape = _shape(args, engine.shape, trace)
-        timing = play(trace, shape, rules, progress_bar())
+        # More room than all requests together take is only memory.
+        most = 1 + sum(-(-num_tokens // shape.block_size) for num_tokens in trace.lengths)
+        needed = replace(shape, num_blocks=min(shape.num_blocks, most))
+        timing = play(trace, needed, rules, progress_bar())
         result = {
             "model": engine.model,
             "blocks": shape.num_blocks,
@@ -201,26 +204,28 @@ def _shape(args: argparse.Namespace, shape: WorkerShape, trace: Trace) -> Worker
         )
         shape = replace(shape, tiers=tuple(rooms))
     if args.blocks:
-        shape = _resized(shape, args.blocks)
+        shape = _resized(shape, args.blocks, keep_tiers=bool(args.tier))
     if shape.num_blocks < 1:
         raise Failure(f"the device holds no block of {shape.block_size:,} tokens", "settings")
-    # More than all requests together take is only memory.
-    most = 1 + sum(-(-num_tokens // shape.block_size) for num_tokens in trace.lengths)
-    return replace(shape, num_blocks=min(shape.num_blocks, most))
+    return shape
 
 
-def _resized(shape: WorkerShape, capacities: list[tuple[int | None, ...]]) -> WorkerShape:
+def _resized(
+    shape: WorkerShape, capacities: list[tuple[int | None, ...]], *, keep_tiers: bool
+) -> WorkerShape:
+    """Of this size, with the tiers that have one."""
     if len(capacities) > 1 or UNLIMITED in capacities[0]:
         raise Failure("--blocks in virtual time is one number for each tier", "usage")
     device, *lower = (size or 0 for size in capacities[0])
     rooms = {room.name: room for room in shape.tiers}
-    for name, size in zip(TIERS[1:], lower, strict=False):
-        if name not in rooms:
+    sized = dict(zip(TIERS[1:], lower, strict=False))
+    for name, size in sized.items():
+        if size and name not in rooms:
             raise Failure(
                 f"--blocks with a {name}: say how fast it is with --tier {name}=SIZE@SPEED", "usage"
             )
-        rooms[name] = replace(rooms[name], num_blocks=size)
-    kept = [room for room in rooms.values() if room.num_blocks] if lower else shape.tiers
+    tiers = [replace(room, num_blocks=sized.get(name, 0)) for name, room in rooms.items()]
+    kept = shape.tiers if keep_tiers and not lower else [room for room in tiers if room.num_blocks]
     return replace(shape, num_blocks=device, tiers=tuple(kept))
 
 
