@@ -21,10 +21,10 @@ class Slots:
             assert self.held[copy.source][i] is not None, "copied what nobody wrote"
             self.held[copy.target][i] = self.held[copy.source][i]
 
-    def compute(self, lease, num_tokens):
-        """Write the next tokens' KV, after reading all that come before, as attention does."""
-        start = lease.num_computed_tokens
-        self.check(lease)
+    def compute(self, lease, start, num_tokens):
+        """Write the KV of tokens from place `start` on, after reading all that come before, as
+        attention does."""
+        self.check(lease, start)
         for at in range(start, start + num_tokens):
             block, offset = divmod(at, self.block_size)
             truth = (lease.chain.root, *lease.chain.token_ids[: at + 1])
@@ -35,8 +35,8 @@ class Slots:
         assert None not in self.held[block_id], "stored a block that is not full"
         return list(self.held[block_id])
 
-    def check(self, lease):
-        for at in range(lease.num_computed_tokens):
+    def check(self, lease, stop):
+        for at in range(stop):
             block, offset = divmod(at, self.block_size)
             truth = (lease.chain.root, *lease.chain.token_ids[: at + 1])
             assert self.held[lease.block_ids[block]][offset] == truth, "wrong KV"

@@ -99,16 +99,16 @@ class World:
         leases = [s.lease for s in self.scheduler.running]
         check_pool(self.cache, leases)
         check_leases(leases, self.block_size, self.loads)
-        assert {id(s) for s, _ in step.work} <= {id(s) for s in self.scheduler.running}
+        assert {id(s) for s, *_ in step.work} <= {id(s) for s in self.scheduler.running}
         for sequence, copy in step.copies:
             self.slots.copy(copy)
             self.cache.filled(sequence.lease, copy.num_tokens)
         done = []
-        for sequence, num_tokens in step.work:
+        for sequence, start, num_tokens in step.work:
             assert num_tokens > 0
-            self.slots.compute(sequence.lease, num_tokens)
+            self.slots.compute(sequence.lease, start, num_tokens)
             self.report.prefilled += num_tokens if not sequence.is_decoding else 0
-        ready = [s for s, num_tokens in step.work if self.scheduler.settle(s, num_tokens)]
+        ready = [s for s, _start, num_tokens in step.work if self.scheduler.settle(s, num_tokens)]
         self.perform(self.cache.lower.take_effects())
         for sequence in ready:
             lease = sequence.lease

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import foreword.engine  # noqa: F401 - says how OpenMP waits
 from foreword.cli.measure import Reply, ask, random_tokens
 from foreword.core.request import SamplingParams
-from foreword.engine.engine import BLOCK_SIZE, TorchEngine
-from foreword.engine.settings import EngineSettings
+from foreword.engine.engine import TorchEngine
+from foreword.engine.settings import BLOCK_SIZE, EngineSettings
 from foreword.engine.staging import Staging
 from foreword.store.codec import kv_offset
 

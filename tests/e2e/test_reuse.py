@@ -13,9 +13,9 @@ from foreword.core.errors import EngineStopped, RequestError, RequestFailed
 from foreword.core.request import Request, SamplingParams
 from foreword.engine import engine as engine_module
 from foreword.engine import sample as sample_module
-from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+from foreword.engine.engine import TorchEngine
 from foreword.engine.runner import Part, Runner
-from foreword.engine.settings import EngineSettings
+from foreword.engine.settings import BLOCK_SIZE, EngineSettings
 from foreword.engine.stream import Stream
 from tiny import make_tiny
 
@@ -337,8 +337,8 @@ def test_a_known_prompt_of_whole_blocks_is_computed_by_nobody_twice(settings):
         steps = []
         schedule = engine.scheduler.schedule
 
-        def counted():
-            step = schedule()
+        def counted(now_s):
+            step = schedule(now_s)
             steps.append(len(step.work))
             return step
 

@@ -53,12 +53,12 @@ def test_samples_share_the_prompt():
         for sequence, copy in step.copies:
             slots.copy(copy)
             cache.filled(sequence.lease, copy.num_tokens)
-        for sequence, num_tokens in step.work:
-            slots.compute(sequence.lease, num_tokens)
+        for sequence, start, num_tokens in step.work:
+            slots.compute(sequence.lease, start, num_tokens)
             scheduler.settle(sequence, num_tokens)
             sequence.chain.extend((40 + sequence.index,))
             scheduler.start_siblings(sequence)
-        computed.append([num_tokens for _, num_tokens in step.work])
+        computed.append([num_tokens for *_, num_tokens in step.work])
     assert computed == [[22], [1, 1, 1, 1]]
     assert len({s.lease.block_ids[4] for s in samples}) == 1
     assert len({s.lease.block_ids[5] for s in samples}) == 4

@@ -80,7 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
             room = len(lease.block_ids) * self.block_size
             left = min(len(lease.chain), room) - lease.num_computed_tokens
             num_tokens = data.draw(st.integers(0, left))
-            self.slots.compute(lease, num_tokens)
+            self.slots.compute(lease, lease.num_computed_tokens, num_tokens)
             self.cache.filled(lease, num_tokens)
         if lease.num_computed_tokens % self.block_size == 0:
             self.note_stored(lease)
@@ -141,7 +141,7 @@ class CacheMachine(RuleBasedStateMachine):
         check_index(self.cache)
         check_leases(self.leases, self.block_size)
         for lease in self.leases:
-            self.slots.check(lease)
+            self.slots.check(lease, lease.num_computed_tokens)
         self.listener.hear(self.cache.take_events())
         self.listener.check(self.cache)
 

@@ -19,10 +19,11 @@ from foreword.cli.settings import count
 from foreword.core.errors import RequestFailed
 from foreword.core.request import Output
 from foreword.core.scheduler import Step
-from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+from foreword.engine.engine import TorchEngine
 from foreword.engine.model import load_model
 from foreword.engine.runner import Part
 from foreword.engine.sample import Sample
+from foreword.engine.settings import BLOCK_SIZE
 from foreword.engine.stream import Stream
 
 WORDS = [

@@ -26,7 +26,8 @@ from foreword.cli.measure import (
 from foreword.cli.settings import count, size
 from foreword.core.block import BlockHash, Chain, token_key
 from foreword.core.cache import KVCache, Refusal
-from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+from foreword.engine.engine import TorchEngine
+from foreword.engine.settings import BLOCK_SIZE
 
 NUM_BLOCKS = 2048
 WARM_UP_PAIRS = 4  # after which the pool is full, as it is in a server that runs for a day

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from foreword.cli.measure import add_model_arguments
 from foreword.cli.settings import count
-from foreword.engine.engine import BLOCK_SIZE
 from foreword.engine.kv import cache_argument
 from foreword.engine.model import DTYPES, load_model
 from foreword.engine.runner import Part, Runner
+from foreword.engine.settings import BLOCK_SIZE
 
 STEPS = 4  # decode steps of one measurement
 BATCH = 8  # sequences that decode together

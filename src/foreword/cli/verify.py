@@ -19,10 +19,10 @@ import torch
 
 from foreword.cli.measure import engine_settings
 from foreword.core.request import Output, Request, SamplingParams
-from foreword.engine.engine import BLOCK_SIZE, TorchEngine
+from foreword.engine.engine import TorchEngine
 from foreword.engine.model import DTYPES
 from foreword.engine.sample import Sample
-from foreword.engine.settings import EngineSettings
+from foreword.engine.settings import BLOCK_SIZE, EngineSettings
 
 
 class RecordingEngine(TorchEngine):

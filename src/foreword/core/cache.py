@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
+from foreword.core.cost import Costs
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Copy, Lease, Load, Probe
 from foreword.core.lower import LowerTiers
+from foreword.core.plan import ALONE, Present
 from foreword.core.policy import LRU, Policy
 from foreword.core.pool import BlockPool
 from foreword.core.tier import Tier
@@ -38,14 +40,16 @@ class KVCache:
         reuse: bool = True,
         record_events: bool = False,
         tiers: Sequence[Tier] = (),
+        costs: Costs | None = None,
         policy: Policy = LRU,
     ) -> None:
+        """Without `costs` all that a tier has is loaded, however long it takes."""
         self.block_size = block_size
         self.policy = policy
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size, policy)
         self.reuse = reuse
-        self.lower = LowerTiers(tiers if reuse else ())
+        self.lower = LowerTiers(tiers if reuse else (), costs)
         self.num_evicted_blocks = 0  # since start
         self.record_events = record_events
         self._events: list[KVEvent] = []
@@ -71,11 +75,16 @@ class KVCache:
         ]
 
     def admit(
-        self, chain: Chain, *, match: bool = True, elsewhere: Mapping[int, int] | None = None
+        self,
+        chain: Chain,
+        *,
+        match: bool = True,
+        elsewhere: Mapping[int, int] | None = None,
+        present: Present = ALONE,
     ) -> tuple[Lease, list[Copy | Load]] | Refusal:
-        """Lease blocks for every token of `chain`, reusing the longest known prefix; without
-        `match` nothing, for who must see every token computed. `elsewhere` is what Probes found:
-        by tier, how many leading blocks of the chain it has of anybody's.
+        """Lease blocks for every token of `chain`, reusing the longest known prefix as far as that
+        pays; without `match` nothing, for who must see every token computed. `elsewhere` is what
+        Probes found: by tier, how many leading blocks of the chain it has of anybody's.
 
         At least the last token is left to compute: its logits are what the caller wants. The
         effects must be performed and reported, a Copy before any later token is filled.
@@ -91,8 +100,8 @@ class KVCache:
             self.pool.unpin(matched)
             return Refusal.NO_ROOM
         stop = self._num_reusable(chain) if match else start
-        runs = self.lower.runs(chain, start, stop, elsewhere or {})
-        source = self._closest(node, chain, start) if match and not runs else None
+        plan = self.lower.plan(chain, start, stop, elsewhere or {}, present)
+        source = self._closest(node, chain, start) if match and not plan.loads else None
         if source is not None:
             self.pool.pin((source[0],))
         fresh = self._take(num_fresh)
@@ -107,17 +116,15 @@ class KVCache:
         num_reused = start * self.block_size
         lease = Lease(chain, matched + fresh, states, num_reused, num_reused, start, end)
         lease.elsewhere = elsewhere or {}
+        lease.plan, lease.admitted_s = plan, present.now_s
         self._lead(lease)
-        if source is None:
-            for number, first, stop in runs:
-                # So that it stays until it is read.
-                self.lower.tiers[number].touch(chain.hashes, stop)
-                states[first:stop] = bytes([BlockState.LOADING]) * (stop - first)
-            return lease, [Load(lease, *run) for run in runs]
-        lease.copy = Copy(source[0], fresh[0], source[1])
-        lease.num_reused_tokens += source[1]
-        states[start] = BlockState.LOADING
-        return lease, [lease.copy]
+        effects: list[Copy | Load] = [*self.lower.load(lease, stop)]
+        if source is not None:
+            lease.copy = Copy(source[0], fresh[0], source[1])
+            lease.num_reused_tokens += source[1]
+            states[start] = BlockState.LOADING
+            effects.append(lease.copy)
+        return lease, effects
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
         """Grow the lease to cover `num_tokens` tokens. False, and nothing changed: no room."""
@@ -145,20 +152,30 @@ class KVCache:
         )
         self._advance(lease)
 
-    def num_computable(self, lease: Lease) -> int:
-        """How many tokens can be computed next: as many as come before the next block that a tier
-        has loaded or is loading. 0 while the very next one is being loaded."""
-        size, states = self.block_size, lease.states
-        first = lease.num_computed_tokens // size
-        ahead = [states.find(state, first) for state in (BlockState.LOADING, BlockState.READY)]
-        end = min((at * size for at in ahead if at >= 0), default=len(lease.chain))
-        return max(0, end - lease.num_computed_tokens)
+    def computable(self, lease: Lease, now_s: float = 0.0) -> list[tuple[int, int]]:
+        """Stretches of tokens, first and end, that can be computed next, in one go: all that is
+        lacking before the next block that is awaited from a tier. What is late may be taken back
+        for that."""
+        if now_s >= lease.late_at_s:
+            self.lower.reconsider(lease, now_s)
+        size, states, found = self.block_size, lease.states, []
+        at, stop = lease.num_computed_tokens, len(lease.chain)
+        loading = states.find(BlockState.LOADING, at // size)
+        if loading >= 0:
+            stop = loading * size
+        while at < stop:
+            ready = states.find(BlockState.READY, at // size)
+            end = min(ready * size, stop) if ready >= 0 else stop
+            if end > at:
+                found.append((at, end))
+            blank = states.find(BlockState.BLANK, end // size)
+            at = blank * size if ready >= 0 and blank >= 0 else stop
+        return found
 
     def loaded(self, load: Load, start: int, stop: int) -> None:
         """Blocks `start` to `stop` of a load are in the lease's slots, whole and verified."""
         lease = load.lease
-        assert not lease.released
-        assert set(lease.states[start:stop]) == {BlockState.LOADING}
+        assert all(map(load.awaits, range(start, stop)))
         lease.states[start:stop] = bytes([BlockState.READY]) * (stop - start)
         num_tokens = (stop - start) * self.block_size
         lease.num_reused_tokens += num_tokens
@@ -171,9 +188,11 @@ class KVCache:
         lease = load.lease
         if gone:
             self.lower.forget(load, start, stop)
-        if not lease.released:
-            assert set(lease.states[start:stop]) == {BlockState.LOADING}
-            lease.states[start:stop] = bytes(stop - start)
+        if not (load.probe or lease.released):
+            part = lease.states[start:stop]
+            lease.states[start:stop] = part.replace(
+                bytes([BlockState.LOADING]), bytes([BlockState.BLANK])
+            )
 
     def publish_end(self, lease: Lease) -> Node | None:
         """Let others copy from the lease's unfinished last block, as far as it is computed.

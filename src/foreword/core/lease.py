@@ -6,9 +6,11 @@ The core only says what is to be done. Its driver does it and tells what came of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 from foreword.core.block import BlockHash, BlockId, Chain
 from foreword.core.index import Node
+from foreword.core.plan import RestorePlan
 
 
 class BlockState(IntEnum):
@@ -30,14 +32,20 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Effect: read blocks `start` to `stop` of the lease's chain from a tier. Each is to be told
-    loaded, once its KV is in the lease's slot, or lost. Nothing waits for those of a lease that is
-    released."""
+    """Effect: read blocks `start` to `stop` of the lease's chain from a tier, the last ones first.
+    Each that the lease awaits is to be told loaded, once its KV is in the lease's slot, or lost. Of
+    a `probe` it awaits none: it is read for the time that it takes."""
 
     lease: "Lease"
     tier: int
     start: int
     stop: int
+    probe: bool = False
+
+    def awaits(self, at: int) -> bool:
+        """Whether block `at` is to be filled by it still."""
+        lease = self.lease
+        return not (self.probe or lease.released) and lease.states[at] == BlockState.LOADING
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,8 @@ class Lease:
 
     `num_computed_tokens` leading tokens hold valid KV. `num_published` leading blocks can be found
     by others and end at the index node `end` (None: at the root). Of `num_reused_tokens`, which
-    nobody computed for it, `restored` came from tiers, by tier.
+    nobody computed for it, `restored` came from tiers, by tier. What is loading is late from
+    `late_at_s` on, and `num_late_blocks` were not waited for.
     """
 
     chain: Chain
@@ -87,6 +96,17 @@ class Lease:
     restored: dict[int, int] = field(default_factory=dict)
     elsewhere: Mapping[int, int] = field(default_factory=dict)  # leading blocks, by tier, of others
     num_stored: dict[int, int] = field(default_factory=dict)  # leading blocks that a tier kept
+    plan: RestorePlan | None = None
+    admitted_s: float = 0.0
+    late_at_s: float = inf
+    num_waits: int = 0  # for what was late
+    num_late_blocks: int = 0
     copy: Copy | None = None
     leads: BlockHash | None = None  # the block that others wait for
     released: bool = False
+
+    def take_back(self) -> None:
+        """Await no more loads: their blocks will be computed."""
+        self.num_late_blocks += self.states.count(BlockState.LOADING)
+        self.states = self.states.replace(bytes([BlockState.LOADING]), bytes([BlockState.BLANK]))
+        self.late_at_s = inf

@@ -2,19 +2,21 @@
 
 Running sequences come first, one token for those that decode; then waiting ones are admitted in
 order of arrival. A sequence whose next block another one is computing is passed over, holding
-nothing, and asks again in the next step, so nothing ever waits on a lock. One whose next block a
-tier is loading runs, and does not compute until it came or is lost.
+nothing, and asks again in the next step, so nothing ever waits on a lock. One that a tier loads
+blocks for runs: it computes what is before those, and goes on when they came or are late.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, TypeVar
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.cost import StepWork
 from foreword.core.lease import Copy, Load, Probe
+from foreword.core.plan import Present
 from foreword.core.sequence import Sequence
 
 _Sequence = TypeVar("_Sequence", bound=Sequence)
@@ -22,20 +24,19 @@ _Sequence = TypeVar("_Sequence", bound=Sequence)
 
 @dataclass(slots=True)
 class Step(Generic[_Sequence]):
-    """What to run: the copies first, then the new tokens of each sequence. Loads go their way."""
+    """What to run: the copies first, then the new tokens, each stretch by its sequence, its first
+    token and how many; in the order of their places where a sequence has several. Loads go their
+    way."""
 
     loads: list[Load] = field(default_factory=list)
     copies: list[tuple[_Sequence, Copy]] = field(default_factory=list)
-    work: list[tuple[_Sequence, int]] = field(default_factory=list)
+    work: list[tuple[_Sequence, int, int]] = field(default_factory=list)
 
     def measure(self) -> StepWork:
         """What it computes, as far as its seconds depend on it. Ask before it is run."""
         measured = StepWork()
-        for sequence, num_tokens in self.work:
-            lease = sequence.lease
-            assert lease is not None
-            context = lease.num_computed_tokens + (lease.copy.num_tokens if lease.copy else 0)
-            measured.add(num_tokens, context, is_decoding=sequence.is_decoding)
+        for sequence, start, num_tokens in self.work:
+            measured.add(num_tokens, start, is_decoding=sequence.is_decoding)
         return measured
 
 
@@ -80,9 +81,10 @@ class Scheduler(Generic[_Sequence]):
         if not sequence.num_probes:
             del self._probed[probe.chain]
 
-    def schedule(self) -> Step[_Sequence]:
-        """The next step. Empty when nothing waits or runs, when all that do wait for a tier, or
-        when the only one that ran was preempted and waits for its turn again."""
+    def schedule(self, now_s: float = 0.0) -> Step[_Sequence]:
+        """The next step, by any clock that does not run backwards. Empty when nothing waits or
+        runs, when all that do wait for a tier, or when the only one that ran was preempted and
+        waits for its turn again."""
         step: Step[_Sequence] = Step()
         num_preemptions = self.num_preemptions
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
@@ -90,18 +92,20 @@ class Scheduler(Generic[_Sequence]):
         budget = self._max_batch_tokens if decoding else self._max_prefill_tokens
         for sequence in decoding:
             if sequence.lease is not None and self._make_room(sequence, step):
-                step.work.append((sequence, 1))
+                step.work.append((sequence, len(sequence.chain) - 1, 1))
         budget -= len(step.work)
         for sequence in prefilling:
-            if sequence.lease is not None and budget > 0:
-                num_computable = self.cache.num_computable(sequence.lease)
-                if num_computable:
-                    num_tokens = sequence.chunk(budget, num_computable)
-                    step.work.append((sequence, num_tokens))
-                    budget -= num_tokens
+            if sequence.lease is not None:
+                budget = self._prefill(sequence, step, budget, now_s)
         if self.num_preemptions == num_preemptions:
-            self._admit(step, budget)
+            self._admit(step, budget, now_s)
         return step
+
+    @property
+    def next_late_s(self) -> float:
+        """When something is late that a tier is to bring, by the clock of `schedule`."""
+        leases = (sequence.lease for sequence in self.running)
+        return min((lease.late_at_s for lease in leases if lease is not None), default=inf)
 
     def settle(self, sequence: _Sequence, num_tokens: int) -> bool:
         """`num_tokens` were computed. True when the newest token's logits are wanted: sample."""
@@ -133,7 +137,30 @@ class Scheduler(Generic[_Sequence]):
         if waited:
             self.waiting = deque(s for s in self.waiting if s not in gone)
 
-    def _admit(self, step: Step[_Sequence], budget: int) -> None:
+    def _prefill(
+        self, sequence: _Sequence, step: Step[_Sequence], budget: int, now_s: float
+    ) -> int:
+        """Compute what a sequence can, within the budget; returns what is left of that."""
+        assert sequence.lease is not None
+        if budget > 0:
+            for start, stop in self.cache.computable(sequence.lease, now_s):
+                num_tokens = sequence.chunk(budget, stop - start)
+                step.work.append((sequence, start, num_tokens))
+                budget -= num_tokens
+                if num_tokens < stop - start or not budget:
+                    break
+        return budget
+
+    def _present(self, now_s: float) -> Present:
+        """How things stand for a sequence that is admitted now."""
+        costs = self.cache.lower.costs
+        if costs is None or costs.step is None:
+            return Present(now_s)
+        num_ahead = sum(s.num_uncomputed for s in self.running if not s.is_decoding)
+        num_others = len(self.running) + len(self.waiting)
+        return Present(now_s, costs.compute_s(0, num_ahead), num_others)
+
+    def _admit(self, step: Step[_Sequence], budget: int, now_s: float) -> None:
         passed_over: list[_Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
@@ -145,6 +172,7 @@ class Scheduler(Generic[_Sequence]):
                 sequence.chain,
                 match=not sequence.reports_prompt,
                 elsewhere=sequence.elsewhere,
+                present=self._present(now_s),
             )
             if isinstance(admitted, Refusal):
                 passed_over.append(sequence)
@@ -153,14 +181,15 @@ class Scheduler(Generic[_Sequence]):
                 continue
             sequence.lease, effects = admitted
             self.running.append(sequence)
-            loads = [effect for effect in effects if isinstance(effect, Load)]
-            if loads:
-                step.loads += loads
+            step.loads += [effect for effect in effects if isinstance(effect, Load)]
+            copy = sequence.lease.copy
+            if copy is None:
+                budget = self._prefill(sequence, step, budget, now_s)
                 continue
-            step.copies += [(sequence, copy) for copy in effects if isinstance(copy, Copy)]
-            num_left = len(sequence.chain) - sequence.lease.num_reused_tokens
-            num_tokens = sequence.chunk(budget, num_left)
-            step.work.append((sequence, num_tokens))
+            step.copies.append((sequence, copy))
+            start = sequence.lease.num_reused_tokens
+            num_tokens = sequence.chunk(budget, len(sequence.chain) - start)
+            step.work.append((sequence, start, num_tokens))
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed_over))
 
@@ -183,6 +212,6 @@ class Scheduler(Generic[_Sequence]):
         sequence.lease = None
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
-        step.work = [(other, num) for other, num in step.work if other is not sequence]
+        step.work = [work for work in step.work if work[0] is not sequence]
         step.loads = [load for load in step.loads if not load.lease.released]
         self.num_preemptions += 1

@@ -32,7 +32,8 @@ class _Entry:
 
 class Tier:
     """Room for `capacity` blocks. `reads` and `writes` say whether it takes part at present: its
-    driver turns them off while the place hangs or fails."""
+    driver turns them off while the place hangs or fails. While it is not `enabled` nobody waits for
+    it, but it is tried."""
 
     def __init__(self, capacity: int, *, shared: bool = False, policy: Policy = LRU) -> None:
         """With `shared`, others write there too: what it holds of theirs is found by Probe."""
@@ -40,6 +41,8 @@ class Tier:
         self.shared = shared
         self.reads = True
         self.writes = True
+        self.enabled = True
+        self.next_probe_s = 0.0
         self.num_blocks = 0  # kept or being written
         self._entries: dict[BlockHash, _Entry] = {}
         self._leaves: Leaves[BlockHash] = Leaves(policy)

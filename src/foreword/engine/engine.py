@@ -32,16 +32,15 @@ from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.request_log import RequestLog
 from foreword.engine.runner import Runner
 from foreword.engine.sample import Sample, samples_of
-from foreword.engine.settings import EngineSettings
+from foreword.engine.settings import BLOCK_SIZE, EngineSettings
 from foreword.engine.stats import Counts
 from foreword.engine.stream import Letter, Stream, put, settle
 from foreword.engine.text import Text
-from foreword.engine.tiers import open_stores, tier_of
+from foreword.engine.tiers import costs_of, open_stores, tier_of
 from foreword.engine.transfer import Transfer
 
 log = logging.getLogger("foreword.engine")
 
-BLOCK_SIZE = 16  # tokens
 CLEAR_S = 10.0  # how long the tiers may take to forget
 IDLE_S = 5.0  # how often the tiers are seen to while nothing else happens
 FLUSH_S = 5.0  # how long what is being written below the device may take at the end
@@ -64,6 +63,7 @@ class TorchEngine:
             BLOCK_SIZE,
             reuse=settings.prefix_caching,
             tiers=[tier_of(store) for store in stores],
+            costs=costs_of(stores, model.block_bytes(BLOCK_SIZE), settings),
         )
         step_blocks = settings.max_prefill_tokens // BLOCK_SIZE
         self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
@@ -75,7 +75,7 @@ class TorchEngine:
             settings.max_batch_tokens,
             settings.max_prefill_tokens,
         )
-        self._counts = Counts()
+        self._counts = Counts(self.cache.lower.costs)
         if num_blocks * BLOCK_SIZE < model.max_model_len:
             log.warning("the KV memory holds no more than %d tokens", num_blocks * BLOCK_SIZE)
         # What clients are told is what fits: a request never needs more than the whole pool.
@@ -262,7 +262,7 @@ class TorchEngine:
         self._log_ended(begin_s)
         for probe, num_blocks in self.transfer.settle(busy_s):
             self.scheduler.found(probe, num_blocks)
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(begin_s)
         self.transfer.perform(step.loads)
         if step.work:
             self._deliver(self._step(step))
@@ -314,9 +314,10 @@ class TorchEngine:
         begin_s, until_s = time.monotonic(), self.transfer.next_deadline_s
         if until_s is None:
             return  # what was preempted takes its turn in the next step
+        wait_s = max(0.0, min(until_s, self.scheduler.next_late_s) - begin_s)
         with self._wake:
             if not (self._inbox or self._clearing or self._stopping or self.transfer.has_news):
-                self._wake.wait(max(0.0, until_s - begin_s))
+                self._wake.wait(wait_s)
         if self.scheduler.running:
             self._counts.totals.restore_stall_s += time.monotonic() - begin_s
 
@@ -346,24 +347,23 @@ class TorchEngine:
 
     def _step(self, step: Step[Sample]) -> list[tuple[Stream, Output | RequestFailed]]:
         """Run one step and tell the cache; returns what each stream gained."""
-        work, begin_s = step.measure(), time.perf_counter()
+        measured, begin_s = step.measure(), time.perf_counter()
         for sequence, copy in step.copies:
             assert sequence.lease is not None
             self.runner.copy(copy.source, copy.target, copy.num_tokens)
             self.cache.filled(sequence.lease, copy.num_tokens)
-        parts = [sequence.part(num) for sequence, num in step.work]
+        parts = [sequence.part(start, num) for sequence, start, num in step.work]
         logits = self.runner.step(parts)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
-        self._counts.add_step(work, time.perf_counter() - begin_s)
+        self._counts.add_step(measured, time.perf_counter() - begin_s)
         rows = torch.split(logits, [part.num_logits for part in parts])
-        settled = [self.scheduler.settle(sequence, num) for sequence, num in step.work]
+        settled = [self.scheduler.settle(sequence, num) for sequence, _start, num in step.work]
         self.transfer.perform(self.cache.lower.take_effects())
         ready: list[Sample] = []
         outputs: list[tuple[Stream, Output | RequestFailed]] = []
-        for (sequence, _num), part, own, is_ready in zip(
-            step.work, parts, rows, settled, strict=True
-        ):
+        for work, part, own, is_ready in zip(step.work, parts, rows, settled, strict=True):
+            sequence = work[0]
             stream = self._streams.get(sequence)
             if stream is None:
                 continue  # another sample of its request failed just now

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from foreword.core.block import BlockHash
+from foreword.core.cost import TierFit
 from foreword.core.lease import Load
 from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
@@ -27,7 +28,10 @@ class Read:
     start: int
     stop: int
     deadline_s: float
+    num_bytes: int
     begin_s: float = 0.0
+    ahead_bytes: int = 0  # under way when it began, its own too
+    end_s: float = 0.0
     busy_s: float = 0.0  # of its thread
     cell: int | None = None
     good: dict[int, Loan] = field(default_factory=dict)  # verified, by block
@@ -41,11 +45,18 @@ class Lane:
     """One tier's way in and out. What its threads finish lies in `done` until settled."""
 
     def __init__(
-        self, number: int, store: KVStore, kv: PagedKV, num_blocks: int, wake: Callable[[], None]
+        self,
+        number: int,
+        store: KVStore,
+        kv: PagedKV,
+        num_blocks: int,
+        wake: Callable[[], None],
+        fit: TierFit | None,
     ) -> None:
-        """`num_blocks` can be on their way out."""
+        """`num_blocks` can be on their way out. `fit` learns what reads take."""
         self.number = number
         self.store = store
+        self.fit = fit
         # What is lent needs no staging, but its cells bound what is under way all the same. A GPU
         # reads pinned memory only at its full speed.
         self._lend = store.lend if kv.keys[0].device.type == "cpu" else None
@@ -62,6 +73,11 @@ class Lane:
         self.reading = Breaker()
         self.writing = Breaker()
         self._wake = wake
+
+    def queue(self, num_bytes: int) -> None:
+        """So many bytes more were asked for, or less are to come."""
+        if self.fit is not None:
+            self.fit.queued_bytes += num_bytes
 
     @property
     def reads(self) -> Iterator[Read]:

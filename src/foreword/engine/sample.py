@@ -37,10 +37,9 @@ class Sample(Sequence):
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
 
-    def part(self, num_tokens: int) -> Part:
-        """The next tokens to compute, as a part of a step."""
+    def part(self, start: int, num_tokens: int) -> Part:
+        """Tokens to compute from place `start` on, as a part of a step."""
         assert self.lease is not None
-        start = self.lease.num_computed_tokens
         stop = start + num_tokens
         num_logits = num_tokens if self.reports_prompt else int(stop == len(self.chain))
         return Part(self.lease.block_ids, start, self.chain.token_ids[start:stop], num_logits)

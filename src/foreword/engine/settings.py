@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+BLOCK_SIZE = 16  # tokens
 KINDS = ("int4", "int8")  # of quantised weights
 
 

@@ -4,21 +4,27 @@ import json
 import logging
 from collections.abc import Mapping
 
-from foreword.core.cost import StepFit, StepWork
+from foreword.core.cost import Costs, StepFit, StepWork
 from foreword.core.request import Request
 from foreword.core.stats import EngineStats
 
 log = logging.getLogger("foreword.engine")
 
+_OLDER = 1 / 512  # of the weight of steps, that they lose with each that comes after
+_ENOUGH = 4096  # tokens prefilled, before what they cost is relied on
+_SOLVE_EVERY = 16  # steps
 _LONG = 256  # tokens; a shorter step's seconds are mostly not its tokens'
 
 
 class Counts:
     """Written by the engine thread alone; `totals` has no gauges, which its owner adds."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: Costs | None) -> None:
+        """What steps take is put in `costs`, once enough is known of it."""
         self.totals = EngineStats()
         self.fit = StepFit()
+        self.recent = StepFit(older=_OLDER)
+        self._costs = costs
         self._work = StepWork()
         self._prefill_step_s = 0.0
         self._prefill_step_tokens = 0
@@ -35,6 +41,10 @@ class Counts:
     def learn(self, seconds: float) -> None:
         """How long the last step took with all that the engine does around it."""
         self.fit.add(self._work, seconds)
+        self.recent.add(self._work, seconds)
+        enough = self.totals.num_prefilled_tokens >= _ENOUGH and self._prefill_step_tokens
+        if self._costs and enough and self.recent.num_steps % _SOLVE_EVERY == 0:
+            self._costs.step = self.recent.solve()
 
     def add_first_token(
         self, request: Request, num_reused: int, restored: Mapping[str, int], ttft_s: float

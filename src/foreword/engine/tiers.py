@@ -1,10 +1,13 @@
 """The tiers below the device that the settings ask for."""
 
 import logging
+from collections.abc import Sequence
 
+from foreword.core.cost import Costs, TierCost, TierFit
 from foreword.core.identity import Identity
 from foreword.core.tier import Tier
-from foreword.engine.settings import EngineSettings
+from foreword.engine.settings import BLOCK_SIZE, EngineSettings
+from foreword.engine.staging import CELL_BYTES
 from foreword.store.codec import record_bytes
 from foreword.store.disk import DiskStore
 from foreword.store.host import HostStore
@@ -12,6 +15,9 @@ from foreword.store.sharers import leave_identity
 from foreword.store.store import KVStore
 
 log = logging.getLogger("foreword.engine")
+
+# Rather slow ones: a few reads say more.
+EXPECTED = {"host": TierCost(0.0002, 4e9), "disk": TierCost(0.001, 1e9)}
 
 
 def open_stores(settings: EngineSettings, kv_bytes: int, identity: Identity) -> list[KVStore]:
@@ -34,6 +40,14 @@ def open_stores(settings: EngineSettings, kv_bytes: int, identity: Identity) -> 
         if not store.capacity:
             log.warning("there is no room in the %s tier: a block takes more", store.name)
     return stores
+
+
+def costs_of(stores: Sequence[KVStore], kv_bytes: int, settings: EngineSettings) -> Costs:
+    """What is expected of the stores before anything is measured. Of the steps nothing is known."""
+    size = record_bytes(BLOCK_SIZE, kv_bytes)
+    read_bytes = max(1, CELL_BYTES // size) * size
+    fits = [TierFit(EXPECTED[store.name], read_bytes) for store in stores]
+    return Costs(BLOCK_SIZE, size, settings.max_prefill_tokens, fits)
 
 
 def tier_of(store: KVStore) -> Tier:

@@ -39,8 +39,11 @@ class Transfer:
     ) -> None:
         self._cache = cache
         self._kv = kv
+        costs = cache.lower.costs
+        fits = costs.tiers if costs is not None else [None] * len(stores)
         self._lanes = [
-            Lane(number, store, kv, 2 * num_blocks, wake) for number, store in enumerate(stores)
+            Lane(number, store, kv, 2 * num_blocks, wake, fit)
+            for number, (store, fit) in enumerate(zip(stores, fits, strict=True))
         ]
         self._asked: dict[Probe, float] = {}  # until when, by the monotonic clock
         self._found: list[tuple[Probe, int]] = []
@@ -147,16 +150,21 @@ class Transfer:
         size = num_blocks * lane.inbound.record_bytes
         deadline_s = time.monotonic() + LOAD_S + size / LOAD_BYTES_PER_S
         step = lane.inbound.cell_blocks
-        for start in range(load.start, load.stop, step):
-            stop = min(start + step, load.stop)
-            lane.pending.append(Read(load, start, stop, deadline_s))
+        for stop in range(load.stop, load.start, -step):  # the front may be computed meanwhile
+            start = max(load.start, stop - step)
+            num_bytes = (stop - start) * lane.inbound.record_bytes
+            lane.pending.append(Read(load, start, stop, deadline_s, num_bytes))
+            lane.queue(num_bytes)
         self._pump(lane)
 
     def _pump(self, lane: Lane) -> None:
         """Start reads while staging has room."""
         while lane.pending:
-            if lane.pending[0].load.lease.released:
-                lane.pending.popleft()
+            first = lane.pending[0]
+            if not (
+                first.load.probe or any(map(first.load.awaits, range(first.start, first.stop)))
+            ):
+                lane.queue(-lane.pending.popleft().num_bytes)
                 continue
             cell = lane.inbound.take()
             if cell is None:
@@ -164,6 +172,7 @@ class Transfer:
             read = lane.pending.popleft()
             read.cell, read.begin_s = cell, time.monotonic()
             lane.under_way[read] = None
+            read.ahead_bytes = sum(other.num_bytes for other in lane.under_way)
             keys = _keys(read.load.lease.chain, range(read.start, read.stop))
             lane.readers.put(partial(self._read, lane, read, keys, cell))
 
@@ -186,7 +195,8 @@ class Transfer:
         except Exception as error:  # noqa: BLE001 - whatever a store does, it is a miss
             read.failed = True
             lane.failed(lane.reading, f"reading failed: {error}")
-        read.busy_s = time.monotonic() - begin_s
+        read.end_s = time.monotonic()
+        read.busy_s = read.end_s - begin_s
         lane.finish(partial(self._arrived, lane, read))
 
     def _arrived(self, lane: Lane, read: Read) -> None:
@@ -195,6 +205,9 @@ class Transfer:
             lane.num_overdue -= 1
         else:
             del lane.under_way[read]
+            lane.queue(-read.num_bytes)
+            if lane.fit is not None and read.good:
+                lane.fit.add(read.ahead_bytes, read.end_s - read.begin_s)
             lane.stats.read_s.add(time.monotonic() - read.begin_s)
             lane.stats.busy_s += read.busy_s
             self._take_in(lane, read)
@@ -203,27 +216,30 @@ class Transfer:
     def _take_in(self, lane: Lane, read: Read) -> None:
         """Copy what is wanted still into the lease's slots. What the store did not keep until it
         was copied may be anything: it is lost, and nothing has read it."""
-        lease = read.load.lease
-        wanted = not lease.released
+        load, lease = read.load, read.load.lease
         if read.failed:
             read.lost = dict.fromkeys(range(read.start, read.stop), "failed")
+            read.good.clear()
         if read.error:
             log.warning("%s: of %d lost, %s", lane.store.name, len(read.lost), read.error)
-        if wanted and read.good and not read.failed:
+        wanted = {at: loan for at, loan in read.good.items() if load.awaits(at)}
+        if wanted:
             kv_start = kv_offset(self._kv.block_size)
-            rows = [loan.record[kv_start:] for loan in read.good.values()]
-            self._kv.write_blocks([lease.block_ids[at] for at in read.good], rows)
-            read.lost |= {at: "missing" for at, loan in read.good.items() if not loan.kept()}
+            rows = [loan.record[kv_start:] for loan in wanted.values()]
+            self._kv.write_blocks([lease.block_ids[at] for at in wanted], rows)
+            read.lost |= {at: "missing" for at, loan in wanted.items() if not loan.kept()}
+        if not (load.probe or lease.released):
+            read.lost |= {at: "late" for at in read.good if at not in wanted}
         for reason, run in groupby(range(read.start, read.stop), read.lost.get):
             blocks = list(run)
             start, stop = blocks[0], blocks[-1] + 1
             if reason is not None:
                 lane.stats.count_lost(reason, stop - start)
-                self._cache.lost(read.load, start, stop, gone=reason != "failed")
-            elif wanted:
+                self._cache.lost(load, start, stop, gone=reason in ("missing", "damaged"))
+            elif blocks[0] in wanted:
                 lane.reading.succeeded()
                 lane.stats.num_loaded_blocks += stop - start
-                self._cache.loaded(read.load, start, stop)
+                self._cache.loaded(load, start, stop)
 
     def _give_up(self, lane: Lane) -> None:
         """One read is late: what the tier was asked is lost, so that nobody waits behind it. Its
@@ -234,6 +250,7 @@ class Transfer:
         lane.under_way.clear()
         for read in reads:
             read.given_up = True
+            lane.queue(-read.num_bytes)
             if not read.load.lease.released:
                 lane.stats.count_lost("late", read.stop - read.start)
                 self._cache.lost(read.load, read.start, read.stop, gone=False)

@@ -56,10 +56,8 @@ class Sample(Sequence):
             num_left = min(num_left, self.num_uncomputed - 1)
         return super().chunk(budget, num_left)
 
-    def charge(self, work: StepWork, num: int) -> None:
-        """Add the tokens of the next `num` ids of blocks to what a step computes."""
-        assert self.lease is not None
-        start = self.lease.num_computed_tokens
+    def charge(self, work: StepWork, start: int, num: int) -> None:
+        """Add the tokens of `num` ids of blocks, from id `start` on, to what a step computes."""
         stop = (start + num) * self.id_tokens
         if start + num == len(self.chain) - 1:  # with what is left of the prompt, or its last token
             stop = self.journey.num_tokens

@@ -150,14 +150,14 @@ class Worker:
         for sequence, copy in step.copies:
             assert sequence.lease is not None
             self.cache.filled(sequence.lease, copy.num_tokens)
-        ready = [s for s, num in step.work if self._settle(s, num)]
+        ready = [s for s, _start, num in step.work if self._settle(s, num)]
         self._perform()
         for sequence in ready:
             self._sampled(sequence, now_s)
         for sequence in ready:
             self.scheduler.start_siblings(sequence)
         done = [s for s in ready if not s.num_unsampled]
-        over = [s for s, _num in step.work if self._is_over(s)]
+        over = [s for s, *_ in step.work if self._is_over(s)]
         for sequence in over:
             sequence.note_reuse()
         done += over
@@ -192,8 +192,8 @@ class Worker:
         if self._id_tokens == 1:
             return step.measure()
         work = StepWork()
-        for sequence, num in step.work:
-            sequence.charge(work, num)
+        for sequence, start, num in step.work:
+            sequence.charge(work, start, num)
         return work
 
     def _most_repeats(self, step: Step[Sample], work: StepWork) -> int:
@@ -204,7 +204,7 @@ class Worker:
         size = self.cache.block_size
         return min(
             min(sequence.num_unsampled, 1 - len(sequence.chain) % -size)
-            for sequence, _num in step.work
+            for sequence, *_ in step.work
         )
 
     def _settle(self, sequence: Sample, num_tokens: int) -> bool:
