@@ -87,7 +87,7 @@ async def written(engine):
     """Wait until all that the tiers were given is there."""
     while any(
         lane.outbound.num_free < lane.outbound.num_cells or lane.done
-        for lane in engine.transfer._lanes
+        for lane in engine.transfer.lanes
     ):
         await asyncio.sleep(0.001)
 

@@ -65,7 +65,7 @@ async def answers(engine, prompts):
 
 async def written(engine):
     """Wait until all cells that wait to be written are."""
-    for lane in engine.transfer._lanes:
+    for lane in engine.transfer.lanes:
         while lane.outbound.num_free < lane.outbound.num_cells:
             await asyncio.sleep(0.001)
 
@@ -230,7 +230,7 @@ def test_a_tier_that_hangs_delays_nobody_beyond_its_deadline(
             assert reply.token_ids == truth[0][0]
             assert time.monotonic() - begin_s < 8.0, "the read hangs for ever"
             # The next one is not delayed: the tier is left alone.
-            lane, late = engine.transfer._lanes[0], engine.stats.tiers[0].lost["late"]
+            lane, late = engine.transfer.lanes[0], engine.stats.tiers[0].lost["late"]
             await ask(engine, PROMPTS[2][:150], SAMPLING)
             assert engine.stats.tiers[0].lost["late"] == late > 0
             assert not list(lane.reads)
@@ -289,10 +289,10 @@ def test_a_folder_that_goes_away_costs_its_blocks_and_no_request(settings, truth
         async with serving(on_disk) as engine:
             await answers(engine, PROMPTS)
             shutil.rmtree(tmp_path / "kv")
-            engine.transfer._lanes[0].store.recount_s = 0.0
+            engine.transfer.lanes[0].store.recount_s = 0.0
             for _ in range(3):
                 assert await answers(engine, PROMPTS) == truth[0][:3]
-                engine.transfer._lanes[0].next_tend_s = 0.0
+                engine.transfer.lanes[0].next_tend_s = 0.0
             assert engine.is_serving
 
     asyncio.run(work())
@@ -342,7 +342,7 @@ def test_a_smaller_budget_holds_from_the_start(settings, tmp_path):
             assert tier.num_blocks <= tier.capacity < num_blocks
             for _ in range(100):
                 await asyncio.sleep(0.02)
-                engine.transfer._lanes[0].next_tend_s = 0.0
+                engine.transfer.lanes[0].next_tend_s = 0.0
                 await ask(engine, [1, 2, 3], SamplingParams(1))
                 size = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv").iterdir())
                 if size <= ROOM // 64:

@@ -105,7 +105,7 @@ def fill(world, chain):
         world.cache.filled(lease, step)
         done += step
         world.moves.perform(world.cache.lower.take_effects())
-        settle(world, lambda: all(lane.outbound.num_free == 2 for lane in world.moves._lanes))
+        settle(world, lambda: all(lane.outbound.num_free == 2 for lane in world.moves.lanes))
     world.cache.release(lease)
     forget(world)
 
@@ -178,7 +178,7 @@ def test_a_late_read_gives_up_its_tier_and_no_other(world):
     fast.reading.set()
     settle(world, lambda: world.cache.lower.tiers[0].reads)
     assert fast.num_reads == num_reads <= 2, "what was given up is not read any more"
-    assert all(lane.inbound.num_free == 2 for lane in world.moves._lanes)
+    assert all(lane.inbound.num_free == 2 for lane in world.moves.lanes)
     assert not holds(world, second, 1), "nothing came after it was given up"
 
 
@@ -186,9 +186,9 @@ def test_time_in_which_the_engine_computed_is_not_the_tiers(world):
     fill(world, chain(1))
     world.stores[0].reading.clear()
     lease = admit(world, chain(1))
-    deadlines = [read.deadline_s for read in world.moves._lanes[0].reads]
+    deadlines = [read.deadline_s for read in world.moves.lanes[0].reads]
     world.moves.settle(100.0)
-    later = [read.deadline_s for read in world.moves._lanes[0].reads]
+    later = [read.deadline_s for read in world.moves.lanes[0].reads]
     gained = [after - before for before, after in zip(deadlines, later, strict=True)]
     assert gained == pytest.approx([0, 0, 100, 100, 100]), "of those that wait for staging"
     world.stores[0].reading.set()
@@ -200,10 +200,10 @@ def test_what_is_behind_others_may_take_longer(world):
     fill(world, chain(2))
     world.stores[0].reading.clear()
     admit(world, chain(1))
-    deadlines = [read.deadline_s for read in world.moves._lanes[0].reads]
+    deadlines = [read.deadline_s for read in world.moves.lanes[0].reads]
     admit(world, chain(2))
-    later = [read.deadline_s for read in world.moves._lanes[0].reads][len(deadlines) :]
-    own_s = 9 * world.moves._lanes[0].inbound.record_bytes / transfer.LOAD_BYTES_PER_S
+    later = [read.deadline_s for read in world.moves.lanes[0].reads][len(deadlines) :]
+    own_s = 9 * world.moves.lanes[0].inbound.record_bytes / transfer.LOAD_BYTES_PER_S
     assert min(later) - max(deadlines) >= own_s - 1e-6
 
 
@@ -213,7 +213,7 @@ def test_a_released_lease_reads_no_more(world):
     lease = admit(world, chain(1))
     world.cache.release(lease)
     world.stores[0].reading.set()
-    settle(world, lambda: not list(world.moves._lanes[0].reads))
+    settle(world, lambda: not list(world.moves.lanes[0].reads))
     assert world.stores[0].num_reads <= 2, "what staging had room for"
     assert world.moves.stats[0].lost == {}
     assert world.moves.stats[0].num_loaded_blocks == 0
@@ -244,7 +244,7 @@ def test_a_store_that_raises_is_left_alone_for_a_while(world, error):
     world.stores[0].error = error
     lease = admit(world, chain(1))
     settle(world, lambda: not world.cache.lower.tiers[0].reads)
-    settle(world, lambda: not list(world.moves._lanes[0].reads))
+    settle(world, lambda: not list(world.moves.lanes[0].reads))
     assert num_computable(world.cache, lease) == 9 * SIZE + 1
     assert world.cache.lower.tiers[0].writes, "writing did not fail"
     assert world.moves.stats[0].lost == {"failed": 9}
@@ -288,7 +288,7 @@ def test_a_tier_that_is_always_too_slow_is_left_alone(world):
         world.cache.release(lease)
         for store in world.stores:
             store.reading.set()  # too late
-        settle(world, lambda: all(not lane.num_overdue for lane in world.moves._lanes))
+        settle(world, lambda: all(not lane.num_overdue for lane in world.moves.lanes))
         for store in world.stores:
             store.reading.clear()
     assert not any(tier.reads for tier in world.cache.lower.tiers), "though its reads came back"

@@ -37,6 +37,7 @@ COMMANDS = {
     "trace anonymise": ("foreword.cli.trace", False, "a trace without text, token ids and names"),
     "bench chat": ("foreword.cli.bench_chat", True, "tokens prefilled in a long chat"),
     "bench ttft": ("foreword.cli.bench_ttft", True, "time to the first token, cold and warm"),
+    "bench meet": ("foreword.cli.bench_meet", True, "a prefix loaded and computed at once"),
     "bench overhead": ("foreword.cli.bench_overhead", True, "what the cache costs without hits"),
     "bench load": ("foreword.cli.bench_load", True, "many streams, some left; what stays behind"),
     "bench soak": ("foreword.cli.bench_soak", True, "minutes of load that no tier has room for"),

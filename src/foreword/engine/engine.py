@@ -49,6 +49,8 @@ FLUSH_S = 5.0  # how long what is being written below the device may take at the
 class TorchEngine:
     """A served model. `start` before `generate`; `stop` at the end."""
 
+    stores_of = staticmethod(open_stores)
+
     def __init__(self, model: LoadedModel, runner: Runner, settings: EngineSettings) -> None:
         self.model = model
         self.runner = runner
@@ -57,7 +59,7 @@ class TorchEngine:
         self.identity: Identity = model.identity(BLOCK_SIZE, runner.numerics)
         num_blocks = runner.kv.num_blocks
         self._wake = threading.Condition()
-        stores = open_stores(settings, model.block_bytes(BLOCK_SIZE), self.identity)
+        stores = self.stores_of(settings, model.block_bytes(BLOCK_SIZE), self.identity)
         self.cache = KVCache(
             num_blocks,
             BLOCK_SIZE,
@@ -143,11 +145,6 @@ class TorchEngine:
         return len(self.scheduler.waiting) + len(self._inbox)
 
     @property
-    def _num_free(self) -> int:
-        """How many sequences more may run, as far as their number goes."""
-        return max(0, self.settings.max_num_seqs - len(self.scheduler.running))
-
-    @property
     def is_serving(self) -> bool:
         return not self._draining
 
@@ -224,7 +221,8 @@ class TorchEngine:
         with self._wake:
             if starts and self._draining:
                 raise EngineStopped(self._refusal)
-            if starts and self._num_waiting >= self.settings.max_queue + self._num_free:
+            num_free = max(0, self.settings.max_num_seqs - len(self.scheduler.running))
+            if starts and self._num_waiting >= self.settings.max_queue + num_free:
                 raise EngineBusy(
                     f"The queue is full: {self._num_waiting} sequences wait for their turn."
                 )

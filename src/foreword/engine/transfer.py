@@ -19,7 +19,7 @@ from foreword.core.stats import TierStats
 from foreword.engine.kv import PagedKV
 from foreword.engine.lane import Lane, Read
 from foreword.store.codec import RecordKey, kv_offset, seal
-from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S, TEND_S
+from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S, TEND_S, USUALLY
 from foreword.store.store import KVStore, why_lost
 
 log = logging.getLogger("foreword.engine")
@@ -41,7 +41,7 @@ class Transfer:
         self._kv = kv
         costs = cache.lower.costs
         fits = costs.tiers if costs is not None else [None] * len(stores)
-        self._lanes = [
+        self.lanes = [
             Lane(number, store, kv, 2 * num_blocks, wake, fit)
             for number, (store, fit) in enumerate(zip(stores, fits, strict=True))
         ]
@@ -51,13 +51,13 @@ class Transfer:
     @property
     def stats(self) -> tuple[TierStats, ...]:
         """Counts by tier, and what it takes of its place. For any thread."""
-        return tuple(replace(lane.stats, num_bytes=lane.store.num_bytes) for lane in self._lanes)
+        return tuple(replace(lane.stats, num_bytes=lane.store.num_bytes) for lane in self.lanes)
 
     def count_hits(self, restored: Mapping[int, int]) -> dict[str, int]:
         """Tokens of a prompt, by the tier that they came from. Returns them by its name."""
         for number, num_tokens in restored.items():
-            self._lanes[number].stats.num_hit_tokens += num_tokens
-        return {self._lanes[number].store.name: num for number, num in restored.items()}
+            self.lanes[number].stats.num_hit_tokens += num_tokens
+        return {self.lanes[number].store.name: num for number, num in restored.items()}
 
     @property
     def facts(self) -> dict[str, str]:
@@ -65,25 +65,25 @@ class Transfer:
         return {
             lane.store.name: f"{lane.store.capacity * lane.inbound.slot_bytes / (1 << 30):,.1f} GiB"
             f" for KV, {tier.num_blocks * self._kv.block_size:,} tokens found there"
-            for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True)
+            for lane, tier in zip(self.lanes, self._cache.lower.tiers, strict=True)
         }
 
     @property
     def has_news(self) -> bool:
-        return any(lane.done for lane in self._lanes)
+        return any(lane.done for lane in self.lanes)
 
     @property
     def next_deadline_s(self) -> float | None:
         """When something has to be given up, by the monotonic clock. None: nothing is awaited."""
         waiting = list(self._asked.values())
-        for lane in self._lanes:
+        for lane in self.lanes:
             waiting += [read.deadline_s for read in lane.reads]
         return min(waiting, default=None)
 
     def perform(self, effects: Iterable[Load | Store | Drop | Probe]) -> None:
         """Begin what the cache or the scheduler asked for."""
         for effect in effects:
-            lane = self._lanes[effect.tier]
+            lane = self.lanes[effect.tier]
             match effect:
                 case Load():
                     self._load(lane, effect)
@@ -99,7 +99,7 @@ class Transfer:
         computed for `busy_s` seconds since the last call: what could not begin meanwhile, for it
         waits for staging, may come so much later."""
         now_s = time.monotonic()
-        for lane, tier in zip(self._lanes, self._cache.lower.tiers, strict=True):
+        for lane, tier in zip(self.lanes, self._cache.lower.tiers, strict=True):
             while lane.done:
                 lane.done.popleft()()
             for read in lane.pending:
@@ -117,7 +117,7 @@ class Transfer:
         for probe in [probe for probe, until_s in self._asked.items() if until_s <= now_s]:
             del self._asked[probe]
             self._found.append((probe, 0))
-            self._lanes[probe.tier].num_overdue += 1
+            self.lanes[probe.tier].num_overdue += 1
         self.perform(self._cache.lower.take_effects())
         found, self._found = self._found, []
         return found
@@ -126,29 +126,30 @@ class Transfer:
         """Let what is being written be written and close the stores, in that time; what hangs is
         left to the end of the process."""
         end_s = time.monotonic() + flush_s
-        for lane in self._lanes:
+        for lane in self.lanes:
             if lane.readers.close(max(0.0, end_s - time.monotonic())):
                 lane.writer.put(partial(self._close, lane))
             lane.writer.close(max(0.0, end_s - time.monotonic()))
 
     def when_written(self, call: Callable[[], None]) -> None:
         """Call this, from some thread, when all that was asked so far is written or dropped."""
-        left = [len(self._lanes)]
+        left = [len(self.lanes)]
 
         def done() -> None:
             left[0] -= 1
             if not left[0]:
                 call()
 
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.writer.put(partial(lane.finish, done))
-        if not self._lanes:
+        if not self.lanes:
             call()
 
     def _load(self, lane: Lane, load: Load) -> None:
         num_blocks = sum(read.stop - read.start for read in lane.reads) + load.stop - load.start
         size = num_blocks * lane.inbound.record_bytes
-        deadline_s = time.monotonic() + LOAD_S + size / LOAD_BYTES_PER_S
+        usual_s = lane.fit.load_s(size) if lane.fit is not None else 0.0
+        deadline_s = time.monotonic() + LOAD_S + max(size / LOAD_BYTES_PER_S, USUALLY * usual_s)
         step = lane.inbound.cell_blocks
         for stop in range(load.stop, load.start, -step):  # the front may be computed meanwhile
             start = max(load.start, stop - step)
@@ -201,13 +202,13 @@ class Transfer:
 
     def _arrived(self, lane: Lane, read: Read) -> None:
         assert read.cell is not None
+        if lane.fit is not None and read.good:
+            lane.fit.add(read.ahead_bytes, read.end_s - read.begin_s)
         if read.given_up:
             lane.num_overdue -= 1
         else:
             del lane.under_way[read]
             lane.queue(-read.num_bytes)
-            if lane.fit is not None and read.good:
-                lane.fit.add(read.ahead_bytes, read.end_s - read.begin_s)
             lane.stats.read_s.add(time.monotonic() - read.begin_s)
             lane.stats.busy_s += read.busy_s
             self._take_in(lane, read)
@@ -339,7 +340,7 @@ class Transfer:
 
     def _answer(self, probe: Probe, num_blocks: int) -> None:
         if self._asked.pop(probe, None) is None:
-            self._lanes[probe.tier].num_overdue -= 1
+            self.lanes[probe.tier].num_overdue -= 1
         else:
             self._found.append((probe, num_blocks))
 
