@@ -156,7 +156,7 @@ def faulty(monkeypatch):
             stores[:] = [FaultyStore(store, fault, rate=rate) for store in opened]
             return list(stores)
 
-        monkeypatch.setattr(engine_module, "open_stores", open_stores)
+        monkeypatch.setattr(RecordingEngine, "stores_of", staticmethod(open_stores))
         return stores
 
     return install

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from foreword.core.cost import Costs
 
-Run = tuple[int, int, int]  # tier, first block, end
+Extent = tuple[int, int, int]  # tier, first block, end
 
 # What reuse may cost a request at most, beside computing it all. It is late by more than that in
 # `_RARE` of cases at most.
@@ -28,7 +28,7 @@ class RestorePlan:
 
     num_tokens: int
     num_device_tokens: int
-    loads: tuple[Run, ...] = ()
+    loads: tuple[Extent, ...] = ()
     load_s: float = 0.0
     late_s: float = 0.0
     total_s: float = 0.0
@@ -62,7 +62,7 @@ ALONE = Present()
 
 
 def plan_restore(
-    costs: Costs, num_tokens: int, num_device_tokens: int, runs: Sequence[Run], present: Present
+    costs: Costs, num_tokens: int, num_device_tokens: int, runs: Sequence[Extent], present: Present
 ) -> RestorePlan:
     """The quickest way to the first token of a prompt, of which the device has whole blocks. `runs`
     are what tiers have after these, without a gap, each tier once. All is loaded before anything is
@@ -81,7 +81,7 @@ def plan_restore(
 def _quickest(
     costs: Costs,
     nothing: RestorePlan,
-    runs: Sequence[Run],
+    runs: Sequence[Extent],
     present: Present,
     *,
     cautious: bool,
@@ -91,7 +91,7 @@ def _quickest(
     run by run is best over all. The `cautious` split expects each read when it is late."""
     best, others = nothing, present.num_others
     least_s = nothing.recompute_s + (nothing.recompute_s - present.ahead_s) * others
-    loads: tuple[Run, ...] = ()
+    loads: tuple[Extent, ...] = ()
     ready_s, device_s, load_s, late_s = present.ahead_s, 0.0, 0.0, 0.0
     for run in runs:
         tier, start, stop = run
@@ -112,7 +112,7 @@ def _quickest(
 
 
 def _meet(
-    costs: Costs, run: Run, ready_s: float, num_others: int, *, cautious: bool
+    costs: Costs, run: Extent, ready_s: float, num_others: int, *, cautious: bool
 ) -> tuple[int, float]:
     """From which block on a run is loaded, so that it is all there soonest, and when; what is
     before it is there at `ready_s`. The longer the front the later it is computed and the sooner
