@@ -77,7 +77,7 @@ def check_index(cache):
     all_nodes = nodes(cache)
     in_tree = [block_id for node in all_nodes for block_id in node.block_ids]
     assert sorted(in_tree) == [i for i in range(pool.num_blocks) if pool.cached[i]]
-    candidates = {id(node) for node in index._leaves._offers}
+    candidates = {id(node) for node in index.order._offers}
     leaves = {id(node) for node in all_nodes if not node.sorted_keys}
     assert candidates <= leaves, "a candidate that is no leaf"
     for root_hash, root in index._roots.items():
@@ -136,7 +136,7 @@ def check_tier(tier):
     kept = {h for h, entry in entries.items() if entry.kept is not Kept.ABSENT}
     assert tier.num_blocks == len(kept)
     children = Counter(entry.parent for entry in entries.values() if entry.parent is not None)
-    candidates = set(tier._leaves._offers)
+    candidates = set(tier.order._offers)
     for block_hash, entry in entries.items():
         assert entry.num_children == children[block_hash]
         assert entry.num_children or entry.kept is not Kept.ABSENT, "an entry of nothing"

@@ -16,7 +16,8 @@ from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Copy, Lease, Load, Probe
 from foreword.core.lower import LowerTiers
 from foreword.core.plan import ALONE, Present
-from foreword.core.policy import LRU, Policy
+from foreword.core.policies import DEFAULT
+from foreword.core.policy import Policy
 from foreword.core.pool import BlockPool
 from foreword.core.tier import Tier
 
@@ -41,13 +42,13 @@ class KVCache:
         record_events: bool = False,
         tiers: Sequence[Tier] = (),
         costs: Costs | None = None,
-        policy: Policy = LRU,
+        policy: Policy = DEFAULT,
     ) -> None:
         """Without `costs` all that a tier has is loaded, however long it takes."""
         self.block_size = block_size
         self.policy = policy
         self.pool = BlockPool(num_blocks)
-        self.index = RadixIndex(block_size, policy)
+        self.index = RadixIndex(block_size, policy.order(num_blocks))
         self.reuse = reuse
         self.lower = LowerTiers(tiers if reuse else (), costs)
         self.num_evicted_blocks = 0  # since start
@@ -233,11 +234,16 @@ class KVCache:
         if self.pool.num_leased:
             return False
         self.pool = BlockPool(self.pool.num_blocks)
-        self.index = RadixIndex(self.block_size, self.policy)
+        self.index = RadixIndex(self.block_size, self.policy.order(self.pool.num_blocks))
         self.lower.clear()
         if self.record_events:
             self._events.append(AllBlocksCleared())
         return True
+
+    def tick(self, now_s: float) -> None:
+        """What time it is, by any clock that does not run backwards: some policies go by it."""
+        self.index.order.now_s = now_s
+        self.lower.tick(now_s)
 
     def take_events(self) -> list[KVEvent]:
         """Events since the last call, oldest first; always empty unless recording."""
@@ -271,7 +277,7 @@ class KVCache:
         pinned: list[Node] = []
         while missing > 0:
             leaf = self.index.pop_leaf()
-            alike = missing if self.policy.by_run else 1
+            alike = missing if self.index.order.by_run else 1
             idle = self.pool.num_idle_at_end(leaf.block_ids, alike)
             if idle == 0:
                 pinned.append(leaf)

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId
-from foreword.core.policy import LRU, Leaves, Policy
+from foreword.core.policy import LRU, Order
 
 
 class Node:
@@ -51,10 +51,10 @@ class Node:
 class RadixIndex:
     """Blocks by prefix. Knows nothing of pins: its caller decides what may be cut."""
 
-    def __init__(self, block_size: int, policy: Policy = LRU) -> None:
+    def __init__(self, block_size: int, order: Order[Node] | None = None) -> None:
         self._width = block_size * TOKEN_BYTES
         self._roots: dict[BlockHash, Node] = {}
-        self._leaves: Leaves[Node] = Leaves(policy)
+        self.order = LRU.order(0) if order is None else order
         self._clock = 0
 
     def root(self, root_hash: BlockHash) -> Node:
@@ -133,30 +133,34 @@ class RadixIndex:
     def touch(self, node: Node) -> None:
         """`node` and all above were used now. Offers `node` for eviction if it is a leaf."""
         self._clock += 1
-        above: Node | None = node
-        while above is not None:
+        path: list[Node] = []
+        above = node
+        while above.parent is not None:
             above.last_used = self._clock
+            path.append(above)
             above = above.parent
+        if self.order.by_path:
+            self.order.used([(one, one.hashes) for one in reversed(path)], self._split)
         self.offer(node)
 
     def offer(self, leaf: Node) -> None:
         """Make a leaf a candidate for eviction, at the rank that it has now."""
         if _is_leaf(leaf):
-            last = leaf.hashes[-1] if leaf.hashes else None
-            self._leaves.offer(leaf, leaf.added, leaf.last_used, last)
+            self.order.offer(leaf, leaf.added, leaf.last_used, leaf.hashes)
 
     def pop_leaf(self) -> Node:
         """The leaf that leaves first. It is no candidate again until offered."""
-        leaf = self._leaves.pop()
+        leaf = self.order.pop()
         assert leaf is not None, "an idle leaf that nothing can evict"
         return leaf
 
     def cut(self, leaf: Node, num_blocks: int) -> tuple[list[BlockHash], list[BlockId]]:
         """Remove the last blocks of a leaf. What is a leaf afterwards is offered."""
         assert _is_leaf(leaf)
-        self._leaves.withdraw(leaf)
+        self.order.withdraw(leaf)
         keep = len(leaf.block_ids) - num_blocks
         hashes, block_ids = leaf.hashes[keep:], leaf.block_ids[keep:]
+        self.order.removed(leaf, hashes, whole=not keep)
         del leaf.hashes[keep:], leaf.block_ids[keep:]
         if keep:
             leaf.key = leaf.key[: keep * self._width]
@@ -187,6 +191,7 @@ class RadixIndex:
         head.children[node.hashes[0]] = node
         head.sorted_keys.append(node.key[: self._width])
         head.sorted_children.append(node)
+        self.order.split(head, node)
         return head
 
     def _hang(self, parent: Node, child: Node) -> tuple[Node, list[BlockId]]:
@@ -195,14 +200,16 @@ class RadixIndex:
         redundant: list[BlockId] = []
         if place and first.startswith(parent.sorted_keys[place - 1]):
             place -= 1
-            redundant = self._unhang(parent, place).block_ids
+            partial = self._unhang(parent, place)
+            self.order.removed(partial, (), whole=True)
+            redundant = partial.block_ids
         parent.sorted_keys.insert(place, first)
         parent.sorted_children.insert(place, child)
         if child.hashes:
             parent.children[child.hashes[0]] = child
         if parent.parent is None:
             self._roots[parent.hashes[0]] = parent
-        self._leaves.withdraw(parent)
+        self.order.withdraw(parent)
         self._clock += 1
         child.added = self._clock
         return child, redundant
@@ -211,7 +218,7 @@ class RadixIndex:
         child = parent.sorted_children.pop(place)
         del parent.sorted_keys[place]
         child.parent = None
-        self._leaves.withdraw(child)
+        self.order.withdraw(child)
         return child
 
 

@@ -64,7 +64,7 @@ class LowerTiers:
         plan, hashes = lease.plan, lease.chain.hashes
         assert plan is not None
         for number, first, end in plan.loads:
-            self.tiers[number].touch(hashes, end)  # so that it stays until it is read
+            self.tiers[number].renew(hashes, end)  # so that it stays until it is read
             lease.states[first:end] = bytes([BlockState.LOADING]) * (end - first)
         loads = [Load(lease, *run) for run in plan.loads]
         if loads:
@@ -147,6 +147,11 @@ class LowerTiers:
         self.tiers[tier].capacity = capacity
         self._drop(tier, self.tiers[tier].make_room())
 
+    def tick(self, now_s: float) -> None:
+        """As KVCache.tick."""
+        for tier in self.tiers:
+            tier.order.now_s = now_s
+
     def take_effects(self) -> list[Store | Drop]:
         """What to do since the last call, in order. Ask after each call that publishes or loses."""
         effects, self._effects = self._effects, []
@@ -163,7 +168,7 @@ class LowerTiers:
             # Its end left meanwhile, or it is the first time: all is looked at.
             at = min(lease.elsewhere.get(number, 0), stop)
         while (at := at + tier.num_kept(hashes, at, stop)) < stop:
-            tier.touch(hashes, at)
+            tier.renew(hashes, at)
             first = at
             dropped: list[BlockHash] = []
             while at < stop and not tier.num_kept(hashes, at, at + 1):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from foreword.core.block import BlockHash
-from foreword.core.policy import LRU, Leaves, Policy
+from foreword.core.policies import DEFAULT
+from foreword.core.policy import Policy
 
 
 class Kept(IntEnum):
@@ -35,7 +36,7 @@ class Tier:
     driver turns them off while the place hangs or fails. While it is not `enabled` nobody waits for
     it, but it is tried."""
 
-    def __init__(self, capacity: int, *, shared: bool = False, policy: Policy = LRU) -> None:
+    def __init__(self, capacity: int, *, shared: bool = False, policy: Policy = DEFAULT) -> None:
         """With `shared`, others write there too: what it holds of theirs is found by Probe."""
         self.capacity = capacity
         self.shared = shared
@@ -45,7 +46,8 @@ class Tier:
         self.next_probe_s = 0.0
         self.num_blocks = 0  # kept or being written
         self._entries: dict[BlockHash, _Entry] = {}
-        self._leaves: Leaves[BlockHash] = Leaves(policy)
+        self.order = policy.order(capacity)
+        self._policy = policy
         self._clock = 0
 
     def num_ready(self, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
@@ -69,7 +71,7 @@ class Tier:
         passed = False
         room = 0 if protected is None else 1
         while self.num_blocks + room > self.capacity:
-            victim = self._leaves.pop()
+            victim = self.order.pop()
             if victim is None:
                 break
             if victim == protected:
@@ -87,7 +89,7 @@ class Tier:
         taken: dict[BlockHash, Kept] = {}
         forgotten: list[tuple[BlockHash, _Entry]] = []
         passed: dict[BlockHash, None] = {}
-        while len(taken) < count and (leaf := self._leaves.pop()) is not None:
+        while len(taken) < count and (leaf := self.order.pop()) is not None:
             if held(leaf):
                 passed[leaf] = None
                 continue
@@ -100,7 +102,7 @@ class Tier:
                 self._entries[block_hash] = entry
                 if entry.parent is not None:
                     self._entries[entry.parent].num_children += 1
-                    self._leaves.withdraw(entry.parent)
+                    self.order.withdraw(entry.parent)
             for block_hash, kept in taken.items():
                 self._entries[block_hash].kept = kept
                 self._offer(block_hash)
@@ -108,6 +110,8 @@ class Tier:
             self._offer(block_hash)
         if not enough:
             return None
+        for block_hash in taken:
+            self.order.removed(block_hash, (block_hash,), whole=True)
         self.num_blocks -= count
         return list(taken)
 
@@ -131,7 +135,8 @@ class Tier:
         if entry is None or entry.kept is Kept.ABSENT:
             return
         entry.kept = Kept.ABSENT
-        self._leaves.withdraw(block_hash)
+        self.order.withdraw(block_hash)
+        self.order.removed(block_hash, (block_hash,), whole=True)
         self.num_blocks -= 1
         self._forget(block_hash, entry)
 
@@ -139,13 +144,26 @@ class Tier:
         """Forget all; returns what must be dropped."""
         dropped = [h for h, entry in self._entries.items() if entry.kept is not Kept.ABSENT]
         self._entries.clear()
-        self._leaves = Leaves(self._leaves.policy)
+        now_s, self.order = self.order.now_s, self._policy.order(self.capacity)
+        self.order.now_s = now_s
         self.num_blocks = 0
         return dropped
 
     def touch(self, hashes: Sequence[BlockHash], stop: int) -> None:
         """A request used hashes[:stop]: the last of them that is kept counts as used now, and with
         it all above."""
+        if self.order.by_path:
+            path = []
+            for block_hash in hashes[:stop]:
+                entry = self._entries.get(block_hash)
+                if entry is not None and entry.kept:
+                    path.append((block_hash, (block_hash,)))
+            self.order.used(path)
+        self.renew(hashes, stop)
+
+    def renew(self, hashes: Sequence[BlockHash], stop: int) -> None:
+        """hashes[:stop] are wanted still, by a request that runs: as `touch`, where that only says
+        when."""
         for at in reversed(range(stop)):
             entry = self._entries.get(hashes[at])
             if entry is not None and entry.kept:
@@ -168,7 +186,7 @@ class Tier:
         if entry.parent is None:
             entry.parent = parent
             self._entries.setdefault(parent, _Entry()).num_children += 1
-            self._leaves.withdraw(parent)
+            self.order.withdraw(parent)
         self._clock += 1
         entry.kept, entry.added, entry.last_used = kept, self._clock, self._clock
         self.num_blocks += 1
@@ -194,4 +212,4 @@ class Tier:
     def _offer(self, block_hash: BlockHash) -> None:
         entry = self._entries[block_hash]
         if entry.kept and not entry.num_children:
-            self._leaves.offer(block_hash, entry.added, entry.last_used, block_hash)
+            self.order.offer(block_hash, entry.added, entry.last_used, (block_hash,))

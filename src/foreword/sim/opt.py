@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import Self
 
 from foreword.core.block import BlockHash
-from foreword.core.policy import Policy
+from foreword.core.policy import Policy, Ranked
 from foreword.sim.prompt import Visit
 from foreword.sim.trace import Record, Trace
 
@@ -74,4 +74,8 @@ class Future:
         """What is needed again last leaves first. What has no hash can only be copied from, and
         leaves before all others."""
         next_uses = self.next_uses
-        return Policy("opt", lambda _a, _u, of: -next_uses[of] if of else -2.0 * NEVER, False)
+
+        def rank(_added: int, _last_used: int, block_hash: BlockHash | None) -> float:
+            return -next_uses[block_hash] if block_hash else -2.0 * NEVER
+
+        return Policy("opt", lambda _capacity, _tokens: Ranked(rank, by_run=False))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from foreword.core.cost import StepCost, TierCost
-from foreword.core.policy import LRU, Policy
+from foreword.core.policies import DEFAULT
+from foreword.core.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class WorkerShape:
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 2048
     reuse: bool = True
-    policy: Policy = LRU
+    policy: Policy = DEFAULT
 
     def of_blocks(self, num_tokens: int) -> "WorkerShape":
         """The same worker with blocks of so many tokens."""
@@ -47,4 +48,5 @@ class WorkerShape:
             block_size=num_tokens,
             block_bytes=self.block_bytes * num_tokens // size,
             tiers=tuple(tiers),
+            policy=replace(self.policy, block_tokens=num_tokens),
         )

@@ -4,11 +4,12 @@ It is a production KVCache with its tiers below. Each request is released before
 the cache wants done is done at once: there is no clock.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.lease import Copy, Lease, Load, Store
-from foreword.core.policy import FIFO, POLICIES
+from foreword.core.policies import POLICIES
+from foreword.core.policy import FIFO
 from foreword.core.tier import Tier
 from foreword.sim.opt import Future
 from foreword.sim.prompt import Visit
@@ -137,7 +138,11 @@ class CoreTrial(Trial):
 
     def __init__(self, setting: Setting, future: Future, block_size: int, id_tokens: int) -> None:
         super().__init__(setting, future, block_size, id_tokens)
-        self._policy = future.policy() if setting.policy == OPT else CORE_POLICIES[setting.policy]
+        if setting.policy == OPT:
+            self._policy = future.policy()
+        else:
+            named = CORE_POLICIES[setting.policy]
+            self._policy = replace(named, block_tokens=block_size * id_tokens)
         self._tiers = [Tier(size, policy=self._policy) for size in self.room[1:]]
         self._cache = self._started()
 
@@ -152,6 +157,7 @@ class CoreTrial(Trial):
         cache = self._cache
         if seen.num_slots > cache.pool.num_blocks:
             return None
+        cache.tick(record.arrival_s)
         num_evicted = cache.num_evicted_blocks
         admitted = cache.admit(seen.prompt, match=seen.reuses)
         assert not isinstance(admitted, Refusal), "it fits, and nothing else runs"
