@@ -5,6 +5,7 @@ from collections import Counter
 
 from foreword.core.block import TOKEN_BYTES
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.core.gittins import Gittins
 from foreword.core.lease import BlockState
 from foreword.core.tier import Kept
 
@@ -80,6 +81,7 @@ def check_index(cache):
     candidates = {id(node) for node in index.order._offers}
     leaves = {id(node) for node in all_nodes if not node.sorted_keys}
     assert candidates <= leaves, "a candidate that is no leaf"
+    check_runs(index.order, {node: len(node.hashes) for node in all_nodes})
     for root_hash, root in index._roots.items():
         assert root.hashes == [root_hash]
         assert root.sorted_keys, "an empty root is forgotten"
@@ -137,12 +139,26 @@ def check_tier(tier):
     assert tier.num_blocks == len(kept)
     children = Counter(entry.parent for entry in entries.values() if entry.parent is not None)
     candidates = set(tier.order._offers)
+    check_runs(tier.order, dict.fromkeys(kept, 1))
     for block_hash, entry in entries.items():
         assert entry.num_children == children[block_hash]
         assert entry.num_children or entry.kept is not Kept.ABSENT, "an entry of nothing"
         if not entry.num_children:
             assert block_hash in candidates, "a leaf that nothing can evict"
     assert all(not children[h] and h in kept for h in candidates), "a candidate that is no leaf"
+
+
+def check_runs(order, spans):
+    """What an order knows of runs is of blocks that are there, all of them, and no others."""
+    if not isinstance(order, Gittins):
+        return
+    assert order._runs.keys() <= spans.keys()
+    num_blocks = Counter()
+    for key, run in order._runs.items():
+        num_blocks[run] += spans[key]
+    assert all(run.num_blocks == num for run, num in num_blocks.items())
+    assert order._num_ghosts == sum(len(ghost.hashes) for ghost in order._ghosts.values())
+    assert all(first == ghost.hashes[-1] for first, ghost in order._ghosts.items())
 
 
 class Listener:

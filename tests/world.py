@@ -11,6 +11,8 @@ from random import Random
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
+from foreword.core.gittins import gittins
+from foreword.core.policy import FIFO, LRU
 from foreword.core.request import Request, SamplingParams
 from foreword.core.scheduler import Scheduler
 from foreword.engine.sample import Sample
@@ -46,8 +48,14 @@ class World:
         longest = -(-60 // self.block_size)
         num_blocks = longest + self.random.randint(0, int(self.spare * longest))
         self.slots = Slots(num_blocks, self.block_size)
+        self.policy = self.random.choice([LRU, FIFO, gittins(self.block_size)])
         self.cache = KVCache(
-            num_blocks, self.block_size, reuse=reuse, record_events=True, tiers=self.tiers()
+            num_blocks,
+            self.block_size,
+            reuse=reuse,
+            record_events=True,
+            tiers=self.tiers(),
+            policy=self.policy,
         )
         self.scheduler = Scheduler(
             self.cache, self.random.randint(1, 6), self.random.randint(8, 20), 40
@@ -65,6 +73,7 @@ class World:
         assert not effects
 
     def submit(self, number):
+        self.cache.tick(float(number))
         base = self.random.choice(self.known[-self.recent :])
         prompt = base[: self.random.randint(0, len(base))]
         prompt = prompt + [

@@ -40,7 +40,10 @@ class TieredWorld(World):
     def tiers(self):
         longest = -(-60 // self.block_size)
         sizes = [self.random.randint(1, 6 * longest) for _ in range(self.random.randint(1, 2))]
-        return [Tier(size, shared=self.random.random() < 0.3) for i, size in enumerate(sizes)]
+        return [
+            Tier(size, shared=self.random.random() < 0.3, policy=self.policy)
+            for i, size in enumerate(sizes)
+        ]
 
     @property
     def awaits_tiers(self):

@@ -5,6 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
+from foreword.core.gittins import gittins
+from foreword.core.policy import FIFO, LRU
 from laws import Listener, Slots, check_index, check_leases, check_pool
 
 ROOTS = [BlockHash(bytes([i]) * 32) for i in range(2)]
@@ -15,10 +17,11 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4]),
         num_blocks=st.integers(2, 14),
         alphabet=st.sampled_from([1, 2, 3, 50]),  # with many, a wrong copy shows
+        policy=st.sampled_from([LRU, FIFO, gittins(16)]),
     )
-    def start(self, block_size, num_blocks, alphabet):
+    def start(self, block_size, num_blocks, alphabet, policy):
         self.block_size, self.alphabet = block_size, alphabet
-        self.cache = KVCache(num_blocks, block_size, record_events=True)
+        self.cache = KVCache(num_blocks, block_size, record_events=True, policy=policy)
         self.slots = Slots(num_blocks, block_size)
         self.listener = Listener()
         self.leases = []

@@ -2,7 +2,7 @@
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
-from foreword.core.policy import FIFO, LRU, POLICIES, Leaves, Policy
+from foreword.core.policy import FIFO, LRU, Policy, Ranked
 from foreword.core.tier import Tier
 
 ROOT = BlockHash(b"r" * 32)
@@ -32,7 +32,12 @@ def test_a_policy_that_looks_at_each_block_cuts_a_run_where_its_rank_ends() -> N
     ranks = dict(zip(chain.hashes, (5.0, 4.0, 0.0), strict=True))
     other = Chain(ROOT, 1, [7]).hashes[0]
     ranks[other] = 3.0
-    policy = Policy("ranked", lambda _a, _u, last: ranks.get(last, 9.0) if last else -1.0, False)
+    policy = Policy(
+        "ranked",
+        lambda _capacity: Ranked(
+            lambda _a, _u, of: ranks.get(of, 9.0) if of else -1.0, by_run=False
+        ),
+    )
     cache = KVCache(5, 1, policy=policy)
     used(cache, [1, 2, 3])
     used(cache, [7])
@@ -54,26 +59,22 @@ def test_a_tier_passes_over_the_parent_of_what_comes() -> None:
 
 
 def test_a_new_offer_replaces_the_old_one() -> None:
-    leaves: Leaves[str] = Leaves(LRU)
-    leaves.offer("a", 1, 1, None)
-    leaves.offer("b", 2, 2, None)
-    leaves.offer("a", 1, 3, None)
-    assert [leaves.pop(), leaves.pop(), leaves.pop()] == ["b", "a", None]
-    leaves.offer("a", 1, 1, None)
-    leaves.withdraw("a")
-    assert leaves.pop() is None
+    order: Ranked[str] = Ranked(lambda _added, last_used, _hash: last_used)
+    order.offer("a", 1, 1, ())
+    order.offer("b", 2, 2, ())
+    order.offer("a", 1, 3, ())
+    assert [order.pop(), order.pop(), order.pop()] == ["b", "a", None]
+    order.offer("a", 1, 1, ())
+    order.withdraw("a")
+    assert order.pop() is None
 
 
 def test_older_offers_go_when_they_are_more_than_the_leaves() -> None:
-    leaves: Leaves[str] = Leaves(LRU)
-    leaves.offer("b", 0, 0, None)
+    order: Ranked[str] = Ranked(lambda _added, last_used, _hash: last_used)
+    order.offer("b", 0, 0, ())
     sizes = []
-    for used in range(8):
-        leaves.offer("a", 0, used, None)
-        sizes.append(len(leaves._heap))
+    for used_at in range(8):
+        order.offer("a", 0, used_at, ())
+        sizes.append(len(order._heap))
     assert sizes == [2, 3, 4, 5, 2, 3, 4, 5]
-    assert [leaves.pop(), leaves.pop(), leaves.pop()] == ["b", "a", None]
-
-
-def test_each_policy_is_known_by_its_name() -> None:
-    assert all(POLICIES[name].name == name for name in POLICIES)
+    assert [order.pop(), order.pop(), order.pop()] == ["b", "a", None]

@@ -15,6 +15,7 @@ piece by piece, over many requests.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from math import log
 from typing import TypeVar
 
@@ -182,8 +183,8 @@ class Gittins(Order[_Key]):
             ghost.hashes += reversed(hashes)
         else:
             ghost = run.ghost = _Ghost(run, list(reversed(hashes)))
-        self._ghosts[hashes[0]] = ghost
         self._num_ghosts += len(hashes)
+        self._file(ghost)
         while self._num_ghosts > self._max_ghosts:
             oldest = self._ghosts.pop(next(iter(self._ghosts)))
             self._num_ghosts -= len(oldest.hashes)
@@ -219,8 +220,10 @@ class Gittins(Order[_Key]):
         else:
             kind = _step(_FRESH_TOKENS, num_blocks * self._block_tokens)
         runs += self._begun(new, recalled, kind, split)
-        for run, follower in zip(runs, [*runs[1:], None], strict=True):
+        for run, follower in pairwise(runs):
             run.follower = follower
+        if runs:
+            runs[-1].follower = None
         if runs and path[-1][0] not in self._runs:  # no full block: it stays as long as its parent
             self._runs[path[-1][0]] = runs[-1]
         self._num_since += num_blocks
@@ -304,10 +307,18 @@ class Gittins(Order[_Key]):
             num_uses, num_branches = max(num_uses, ghost.num_uses), ghost.num_branches
             if shared < len(gone):
                 del gone[-shared:]
-                self._ghosts[gone[-1]] = ghost
+                self._file(ghost)
                 num_branches = 1
                 break
         return _Recalled(at, num_uses, num_branches)
+
+    def _file(self, ghost: _Ghost) -> None:
+        """Keep a ghost by its first block, as the newest. One of that block before it is of no use:
+        it was there again meanwhile."""
+        other = self._ghosts.pop(ghost.hashes[-1], None)
+        if other is not None:
+            self._num_ghosts -= len(other.hashes)
+        self._ghosts[ghost.hashes[-1]] = ghost
 
     def _supersede(self, run: Run | None, request: int) -> None:
         """The session of `request` goes on elsewhere: what it used last is its past."""
