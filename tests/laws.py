@@ -5,8 +5,8 @@ from collections import Counter
 
 from foreword.core.block import TOKEN_BYTES
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from foreword.core.gittins import Gittins
 from foreword.core.lease import BlockState
+from foreword.core.policies.gittins import Gittins
 from foreword.core.tier import Kept
 
 

@@ -11,7 +11,7 @@ from random import Random
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
-from foreword.core.gittins import gittins
+from foreword.core.policies.gittins import GITTINS
 from foreword.core.policy import FIFO, LRU
 from foreword.core.request import Request, SamplingParams
 from foreword.core.scheduler import Scheduler
@@ -48,7 +48,7 @@ class World:
         longest = -(-60 // self.block_size)
         num_blocks = longest + self.random.randint(0, int(self.spare * longest))
         self.slots = Slots(num_blocks, self.block_size)
-        self.policy = self.random.choice([LRU, FIFO, gittins(self.block_size)])
+        self.policy = self.random.choice([LRU, FIFO, GITTINS])
         self.cache = KVCache(
             num_blocks,
             self.block_size,

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from foreword.core.block import BlockHash
-from foreword.core.policy import Policy
+from foreword.core.policy import Policy, Ranked
 from foreword.sim.prompt import Visit
 from foreword.sim.trace import Record, Trace
 from foreword.sim.workload import Segments
@@ -49,7 +49,9 @@ class TailOptimised:
         self._is_safe: dict[BlockHash, bool] = {}
         self._turn_tokens = 0.0  # what prompts add to what is known of them, on average
         self._num_turns = 0
-        self.policy = Policy("tail-optimised", self._rank, by_run=False)
+        self.policy = Policy(
+            "tail-optimised", lambda _capacity, _tokens: Ranked(self._rank, by_run=False)
+        )
 
     def see(self, record: Record, seen: Visit, num_known: int) -> None:
         """A request that is about to be served; an endless cache knows so many of its tokens."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.lease import Copy
+from foreword.core.policies import POLICIES
 from foreword.sim.replay import Rules, replay
 from foreword.sim.trace import Record, Trace
 from foreword.sim.trial import Setting
@@ -45,20 +46,22 @@ def test_traces_of_tokens_find_what_the_server_would_find(data: st.DataObject) -
         known.append([*prompt, *turns[-1][1]])
     longest = max(len(prompt) + len(answer) - 1 for prompt, answer in turns)
     num_blocks = -(-longest // block_size) + data.draw(st.integers(0, 9))
-    check(turns, block_size, num_blocks)
+    check(turns, block_size, num_blocks, data.draw(st.sampled_from(["lru", "gittins"])))
 
 
 def test_an_answer_that_is_known_gives_its_slots_back_as_it_grows() -> None:
-    check([([0], [0]), ([0], [0]), ([0], [0, 0]), ([0], [0, 0, 0])], 1, 3)
+    check([([0], [0]), ([0], [0]), ([0], [0, 0]), ([0], [0, 0, 0])], 1, 3, "lru")
 
 
-def check(turns: Sequence[tuple[list[int], list[int]]], block_size: int, num_blocks: int) -> None:
-    cache = KVCache(num_blocks, block_size)
+def check(
+    turns: Sequence[tuple[list[int], list[int]]], block_size: int, num_blocks: int, policy: str
+) -> None:
+    cache = KVCache(num_blocks, block_size, policy=POLICIES[policy])
     expected = sum(served(cache, prompt, answer) for prompt, answer in turns)
     with Trace(1) as trace:
         for prompt, answer in turns:
             trace.add(Record(len(prompt), prompt, output_ids=answer))
-        outcome = replay(trace, [Setting("lru", (num_blocks,))], Rules(block_size)).rows[0].outcome
+        outcome = replay(trace, [Setting(policy, (num_blocks,))], Rules(block_size)).rows[0].outcome
     assert outcome.num_refused == 0
     assert outcome.total.num_hit_tokens == outcome.tiers[0].num_hit_tokens == expected
     assert outcome.tiers[0].num_evicted_blocks == cache.num_evicted_blocks

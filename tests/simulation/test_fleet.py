@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from foreword.core.cost import StepCost, TierCost
+from foreword.core.policies import DEFAULT
 from foreword.core.policy import LRU
 from foreword.sim.fleet import FleetRules, answers_before, play
 from foreword.sim.importer import read_trace
@@ -23,6 +24,7 @@ from traces import shared
 COST = StepCost(1e-3, 1e-6, 5e-3, 2e-3, 1e-6, 1e-4)
 FREE = StepCost(0.0)
 BUSY = WorkerShape(40, COST, 4, 1 << 10, max_num_seqs=6, max_batch_tokens=16, max_prefill_tokens=48)
+BUSY = replace(BUSY, policy=LRU)  # as replays without a clock, which ages do not count for
 
 
 def generated(seed, id_tokens=1, rate=0.0, num_requests=80):
@@ -89,7 +91,7 @@ def test_tiers_below_are_those_of_a_replay_without_a_clock(seed):
 def test_the_conversation_trace_is_that_without_a_clock():
     """Served one at a time at no cost: all that came together waits in the order of the trace."""
     with read_trace(shared("mooncake_fast25_conversation.jsonl.gz")) as trace:
-        timing = play(trace, WorkerShape(5637, FREE, 512, max_num_seqs=1), FleetRules())
+        timing = play(trace, WorkerShape(5637, FREE, 512, max_num_seqs=1, policy=LRU), FleetRules())
         assert [num_hits(timing)] == instant(trace, (5637,))
     assert timing.end_s == max(journey.sent_s for journey in timing.journeys)
 
@@ -308,7 +310,7 @@ def test_a_worker_has_as_much_room_in_blocks_of_any_size():
     shape = WorkerShape(100, COST, 16, 1 << 10, (room,)).of_blocks(512)
     assert (shape.num_blocks, shape.block_bytes, shape.tiers[0].num_blocks) == (3, 1 << 15, 2)
     assert shape.of_blocks(512) is shape
-    assert shape.policy is LRU
+    assert shape.policy is DEFAULT
 
 
 def test_percentiles_are_values_that_occurred():

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
-from foreword.core.gittins import gittins
+from foreword.core.policies.gittins import GITTINS
 from foreword.core.policy import FIFO, LRU
 from laws import Listener, Slots, check_index, check_leases, check_pool
 
@@ -17,7 +17,7 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4]),
         num_blocks=st.integers(2, 14),
         alphabet=st.sampled_from([1, 2, 3, 50]),  # with many, a wrong copy shows
-        policy=st.sampled_from([LRU, FIFO, gittins(16)]),
+        policy=st.sampled_from([LRU, FIFO, GITTINS]),
     )
     def start(self, block_size, num_blocks, alphabet, policy):
         self.block_size, self.alphabet = block_size, alphabet

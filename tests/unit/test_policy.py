@@ -34,7 +34,7 @@ def test_a_policy_that_looks_at_each_block_cuts_a_run_where_its_rank_ends() -> N
     ranks[other] = 3.0
     policy = Policy(
         "ranked",
-        lambda _capacity: Ranked(
+        lambda _capacity, _tokens: Ranked(
             lambda _a, _u, of: ranks.get(of, 9.0) if of else -1.0, by_run=False
         ),
     )

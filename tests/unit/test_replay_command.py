@@ -93,7 +93,7 @@ def test_without_sizes_it_is_a_curve_that_ends_with_no_limit(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = replayed(capsys, trace)["rows"]
-    assert columns(rows, "policy", "blocks") == [("lru", 3), ("lru", "unlimited")]
+    assert columns(rows, "policy", "blocks") == [("gittins", 3), ("gittins", "unlimited")]
 
 
 def test_the_page_says_what_was_left_out(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,9 @@ def test_the_page_says_what_was_left_out(trace: Path, capsys: pytest.CaptureFixt
     assert "unfinished last blocks" in page
     assert "the KV of answers" in page
     assert "the first 1 requests" in page
-    assert "2 requests are longer than the 2 blocks of lru: counted, with nothing reused." in page
+    assert (
+        "2 requests are longer than the 2 blocks of gittins: counted, with nothing reused." in page
+    )
     header = next(line for line in page.splitlines() if line.startswith("policy"))
     assert "refused" in header
     assert "host" not in header

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from foreword.core.block import BlockHash
+from foreword.core.policy import LRU
 from foreword.core.tier import Kept, Tier
 from laws import check_tier
 
@@ -37,7 +38,7 @@ def hashes(chain):
 
 
 def test_the_least_recent_leaf_leaves_first():
-    tier = Tier(5)
+    tier = Tier(5, policy=LRU)
     assert filled(tier, "abc", "ax") == []
     tier.touch(hashes("abc"), 3)
     assert tier.num_blocks == 4
@@ -50,7 +51,7 @@ def test_the_least_recent_leaf_leaves_first():
 
 
 def test_a_parent_counts_as_used_when_its_child_was():
-    tier = Tier(4)
+    tier = Tier(4, policy=LRU)
     filled(tier, "ab", "cd")
     tier.touch(hashes("ab"), 2)
     assert filled(tier, "e") == [name("d")]
@@ -61,7 +62,7 @@ def test_a_parent_counts_as_used_when_its_child_was():
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_front():
-    tier = Tier(2)
+    tier = Tier(2, policy=LRU)
     assert filled(tier, "abcd") == []
     assert tier.num_ready(hashes("abcd"), 0, 4) == 2
     assert filled(tier, "abcd") == []
@@ -69,7 +70,7 @@ def test_a_chain_longer_than_the_tier_keeps_its_front():
 
 
 def test_what_is_being_written_is_kept_but_not_ready():
-    tier = Tier(4)
+    tier = Tier(4, policy=LRU)
     assert tier.claim(name("a"), ROOT)
     assert (tier.num_kept(hashes("a"), 0, 1), tier.num_ready(hashes("a"), 0, 1)) == (1, 0)
     tier.stored(name("a"))
@@ -80,7 +81,7 @@ def test_what_is_being_written_is_kept_but_not_ready():
 
 
 def test_a_loss_hides_the_children_until_it_is_stored_again():
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     filled(tier, "abcd")
     tier.remove(name("b"))
     check_tier(tier)
@@ -102,7 +103,7 @@ def test_a_loss_hides_the_children_until_it_is_stored_again():
 
 def test_a_child_whose_parent_others_store():
     """The parent is not ours: it may be known later, and then has its child."""
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     assert tier.claim(name("c"), name("b"))
     check_tier(tier)
     assert tier.num_ready(hashes("bc"), 0, 2) == 0
@@ -114,7 +115,7 @@ def test_a_child_whose_parent_others_store():
 
 
 def test_a_reopened_tier_keeps_its_order():
-    tier = Tier(3)
+    tier = Tier(3, policy=LRU)
     tier.restore([(name("c"), name("b")), (name("b"), name("a")), (name("a"), ROOT)])
     check_tier(tier)
     assert tier.num_ready(hashes("abc"), 0, 3) == 3
@@ -123,7 +124,7 @@ def test_a_reopened_tier_keeps_its_order():
 
 
 def test_clear_tells_what_there_was():
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     filled(tier, "abc", "x")
     tier.remove(name("b"))
     assert sorted(tier.clear()) == sorted(hashes("acx"))
@@ -134,14 +135,14 @@ def test_clear_tells_what_there_was():
 
 
 def test_no_block_is_claimed_twice():
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     filled(tier, "a")
     with pytest.raises(AssertionError, match="kept already"):
         tier.claim(name("a"), ROOT)
 
 
 def test_many_uses_leave_no_heap_behind():
-    tier = Tier(8)
+    tier = Tier(8, policy=LRU)
     filled(tier, "abcd")
     for _ in range(1000):
         tier.touch(hashes("abcd"), 4)
@@ -150,7 +151,7 @@ def test_many_uses_leave_no_heap_behind():
 
 
 def test_what_lost_its_child_counts_as_used_when_that_was():
-    tier = Tier(3)
+    tier = Tier(3, policy=LRU)
     filled(tier, "ab", "x")
     tier.touch(hashes("ab"), 2)
     tier.remove(name("b"))
@@ -163,7 +164,7 @@ def held(letters):
 
 
 def test_take_passes_over_what_is_held_and_all_above_it():
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     filled(tier, "abc", "axy", "p")
     assert tier.take(2, held("cp")) == [name("y"), name("x")]
     check_tier(tier)
@@ -176,7 +177,7 @@ def test_take_passes_over_what_is_held_and_all_above_it():
 
 
 def test_take_of_too_much_changes_nothing():
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     assert tier.claim(name("d"), name("c"))
     filled(tier, "ab", "p", "abc")
     tier.remove(name("c"))
@@ -197,7 +198,7 @@ def test_take_of_too_much_changes_nothing():
 def test_take_removes_as_many_single_ones_would_or_none(seed):
     """Beside it: blocks taken one by one from a copy, which is all or nothing by hand."""
     random = Random(seed)
-    tier = Tier(40)
+    tier = Tier(40, policy=LRU)
     for _ in range(60):
         chain = [random.choice("abc") for _ in range(random.randint(1, 6))]
         keys = [name("-".join(chain[: at + 1]))[:32] for at in range(len(chain))]
@@ -226,7 +227,7 @@ def test_take_removes_as_many_single_ones_would_or_none(seed):
 
 
 def test_takes_that_fail_leave_no_heap_behind():
-    tier = Tier(9)
+    tier = Tier(9, policy=LRU)
     filled(tier, "abcd", "xy")
     for _ in range(1000):
         assert tier.take(5, held("dy")) is None

@@ -12,6 +12,7 @@ from foreword.cli.failure import Failure
 from foreword.cli.replay_timed import add_timed_flags, engine_of, run_timed
 from foreword.cli.settings import count, size, size_or_none
 from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar, written
+from foreword.core.policies import DEFAULT
 from foreword.sim import plots
 from foreword.sim.replay import BLOCK_SIZE, POLICY_NAMES, Findings, Rules, replay
 from foreword.sim.tables import group_rows, rows, table, write_csv
@@ -45,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         type=policies,
         metavar="NAMES",
-        help=f"which block leaves first, with commas between: {', '.join(POLICY_NAMES)} (lru)",
+        help=f"which block leaves first, with commas between: {', '.join(POLICY_NAMES)} "
+        f"({DEFAULT.name})",
     )
     parser.add_argument(
         "--blocks",
@@ -170,7 +172,7 @@ def _settings(args: argparse.Namespace, rules: Rules, trace: Trace) -> list[Sett
         if not device:
             raise Failure(f"--device is less than a block of {block_bytes:,} bytes", "settings")
         found = [_trimmed((device, *lower))]
-    return _checked([Setting(name, one) for name in args.policy or ["lru"] for one in found])
+    return _checked([Setting(name, one) for name in args.policy or [DEFAULT.name] for one in found])
 
 
 def _checked(settings: list[Setting]) -> list[Setting]:

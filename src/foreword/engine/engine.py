@@ -257,6 +257,7 @@ class TorchEngine:
     def _turn(self, busy_s: float) -> float:
         """Schedule, run, settle. Returns for how long it computed, as the turn before did."""
         begin_s = time.monotonic()
+        self.cache.tick(begin_s)
         self._log_ended(begin_s)
         for probe, num_blocks in self.transfer.settle(busy_s):
             self.scheduler.found(probe, num_blocks)
@@ -288,9 +289,8 @@ class TorchEngine:
                     self._idle.set()
                 if self.transfer.has_news or not self._wake.wait(IDLE_S):
                     break
-            letters, clearing = list(self._inbox), self._clearing
+            letters, clearing, self._clearing = list(self._inbox), self._clearing, []
             self._inbox.clear()
-            self._clearing = []
         for cleared in clearing:
             if cleared.set_running_or_notify_cancel():  # False: who asked has gone
                 done = self.cache.clear()

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from foreword.core.block import BlockHash
+from foreword.core.policy import LRU
 from foreword.core.stats import TierStats
 from foreword.core.tier import Tier
 from foreword.plugins.load import Load, Piece
@@ -36,7 +37,8 @@ class Place:
     def __init__(self, store: KVStore, payload_bytes: int) -> None:
         self.store = store
         self.stats = TierStats(store.name)
-        self.tier = Tier(store.capacity, shared=store.shared)
+        # Engines tell of uses piece by piece, not of whole prompts, which LRU alone can do with.
+        self.tier = Tier(store.capacity, shared=store.shared, policy=LRU)
         self.tier.restore((entry.block_hash, entry.parent) for entry in store.entries())
         self.record_bytes = record_bytes(0, payload_bytes)
         self.slot_bytes = whole_pages(self.record_bytes)

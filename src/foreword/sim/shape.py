@@ -48,5 +48,4 @@ class WorkerShape:
             block_size=num_tokens,
             block_bytes=self.block_bytes * num_tokens // size,
             tiers=tuple(tiers),
-            policy=replace(self.policy, block_tokens=num_tokens),
         )

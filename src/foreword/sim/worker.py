@@ -6,7 +6,7 @@ counted. What is stored can be read at once, and what is loaded is never damaged
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
@@ -52,6 +52,7 @@ class Worker:
     def __init__(self, shape: WorkerShape, id_tokens: int, number: int = 0) -> None:
         self.number = number
         of_blocks = id_tokens > 1
+        policy = replace(shape.policy, block_tokens=shape.block_size)
         self._shape = shape
         self._id_tokens = id_tokens
         self.cache = KVCache(
@@ -59,10 +60,9 @@ class Worker:
             1 if of_blocks else shape.block_size,
             reuse=shape.reuse,
             tiers=[
-                Tier(room.num_blocks, shared=room.shared, policy=shape.policy)
-                for room in shape.tiers
+                Tier(room.num_blocks, shared=room.shared, policy=policy) for room in shape.tiers
             ],
-            policy=shape.policy,
+            policy=policy,
         )
         self.scheduler: Scheduler[Sample] = Scheduler(
             self.cache,
@@ -120,6 +120,7 @@ class Worker:
         """Take what came and begin the next step; returns when it ends. None: there is nothing to
         compute before something comes. Decodes run on while no step would begin after `until_s`,
         when something may come, and nothing else changes."""
+        self.cache.tick(now_s)
         self._take_answers(now_s)
         for samples in self._inbox:
             for probe in self.scheduler.add(samples):
@@ -147,6 +148,7 @@ class Worker:
         step = self._step
         assert step is not None
         self._step = None
+        self.cache.tick(now_s)
         for sequence, copy in step.copies:
             assert sequence.lease is not None
             self.cache.filled(sequence.lease, copy.num_tokens)

@@ -15,7 +15,6 @@ piece by piece, over many requests.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from math import log
 from typing import TypeVar
 
@@ -152,14 +151,14 @@ class Gittins(Order[_Key]):
         self._offers.pop(key, None)
 
     def pop(self) -> _Key | None:
-        best: tuple[float, float] | None = None
+        best: tuple[float, float, int] | None = None
         kind = 0
         for at, heap in enumerate(self._heaps):
             while heap and self._offers.get(heap[0][2]) != heap[0][1]:
                 heappop(heap)
             if heap:
-                used_s = heap[0][0]
-                worth = self._index[at][_bin(self.now_s - used_s)], used_s
+                used_s, serial, _key = heap[0]
+                worth = self._index[at][_bin(self.now_s - used_s)], used_s, serial
                 if best is None or worth < best:
                     best, kind = worth, at
         if best is None:
@@ -220,7 +219,7 @@ class Gittins(Order[_Key]):
         else:
             kind = _step(_FRESH_TOKENS, num_blocks * self._block_tokens)
         runs += self._begun(new, recalled, kind, split)
-        for run, follower in pairwise(runs):
+        for run, follower in zip(runs, runs[1:], strict=False):
             run.follower = follower
         if runs:
             runs[-1].follower = None

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from foreword.core.block import BlockHash
+from foreword.core.policy import LRU
 from foreword.core.tier import Tier
 from foreword.plugins.vllm.lineage import GROUP_BYTES, Lineage
 
@@ -25,7 +26,7 @@ class ForewordPolicy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         """`cache_capacity`: chunks of vLLM's CPU tier."""
         super().__init__(cache_capacity)
-        self._tier = Tier(cache_capacity)
+        self._tier = Tier(cache_capacity, policy=LRU)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._parents: dict[OffloadKey, BlockHash] = {}  # of chunks that are to be inserted
 
