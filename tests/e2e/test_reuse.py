@@ -337,8 +337,8 @@ def test_a_known_prompt_of_whole_blocks_is_computed_by_nobody_twice(settings):
         steps = []
         schedule = engine.scheduler.schedule
 
-        def counted(now_s):
-            step = schedule(now_s)
+        def counted():
+            step = schedule()
             steps.append(len(step.work))
             return step
 

@@ -62,7 +62,7 @@ def ready_s(costs, known, runs, meets, ahead_s):
 @settings(max_examples=300, deadline=None)
 def test_no_split_is_quicker(case, ahead_s):
     costs, num_tokens, known, runs = case
-    plan = plan_restore(costs, num_tokens, known * SIZE, runs, Present(0.0, ahead_s))
+    plan = plan_restore(costs, num_tokens, known * SIZE, runs, Present(ahead_s))
     splits = product(*(range(start, stop + 1) for _tier, start, stop in runs))
     totals = []
     for meets in splits:

@@ -50,6 +50,16 @@ EQUAL = TierCost(0.0, BLOCK_BYTES / 0.04)  # a block takes as long as it takes t
 SLOW = TierCost(0.0, BLOCK_BYTES / 1.0)
 
 
+def computable(cache, lease, now_s):
+    cache.tick(now_s)
+    return cache.computable(lease)
+
+
+def admit(cache, now_s):
+    cache.tick(now_s)
+    return cache.admit(chain())
+
+
 def test_a_quick_tier_brings_all():
     cache = cache_with(QUICK)
     lease, [load] = cache.admit(chain())
@@ -75,9 +85,9 @@ def test_an_equal_tier_meets_the_device_in_the_middle():
     assert lease.plan.total_s == pytest.approx(0.22)
     cache.loaded(load, 8, 10)
     cache.filled(lease, 20)
-    assert cache.computable(lease, 0.1) == []
+    assert computable(cache, lease, 0.1) == []
     cache.loaded(load, 5, 8)
-    assert cache.computable(lease, 0.2) == [(40, 42)]
+    assert computable(cache, lease, 0.2) == [(40, 42)]
     assert (lease.num_reused_tokens, lease.restored) == (20, {0: 20})
 
 
@@ -90,14 +100,14 @@ def test_others_get_the_device_where_loading_is_quick_enough():
 
 def test_what_is_late_is_computed_with_the_rest_in_one_go_and_what_came_is_kept():
     cache = cache_with(EQUAL)
-    lease, [load] = cache.admit(chain(), present=Present(now_s=5.0))
+    lease, [load] = admit(cache, 5.0)
     cache.filled(lease, 20)
     cache.loaded(load, 9, 10)
     cache.loaded(load, 6, 8)
     late_s = lease.late_at_s
     assert late_s == pytest.approx(5.2, abs=0.01)
-    assert cache.computable(lease, late_s - 0.001) == []
-    while not (found := cache.computable(lease, lease.late_at_s)):
+    assert computable(cache, lease, late_s - 0.001) == []
+    while not (found := computable(cache, lease, lease.late_at_s)):
         assert lease.late_at_s > late_s, "it waits a little longer, as long as that may pay"
         late_s = lease.late_at_s
     assert late_s - 5 <= lease.plan.promised_s
@@ -119,7 +129,7 @@ def test_nothing_is_waited_for_that_would_break_the_promise_in_vain():
     front = load.start * SIZE
     cache.filled(lease, front)
     rest_s = 0.01 * (42 - front)
-    while not (found := cache.computable(lease, at_s := lease.late_at_s)):
+    while not (found := computable(cache, lease, at_s := lease.late_at_s)):
         assert lease.late_at_s + rest_s <= lease.plan.promised_s
     assert found == [(front, 42)]
     assert at_s + rest_s <= lease.plan.promised_s + 0.01
@@ -139,11 +149,11 @@ def test_each_tier_brings_its_own_part():
 def test_a_tier_that_is_left_alone_is_tried_on_what_nobody_waits_for():
     cache = cache_with(TierCost(0.5, 1e9))
     cache.lower.tiers[0].next_probe_s = 7.0
-    lease, loads = cache.admit(chain(), present=Present(now_s=6.9))
+    lease, loads = admit(cache, 6.9)
     assert loads == []
     cache = cache_with(TierCost(0.5, 1e9))
     cache.lower.tiers[0].next_probe_s = 7.0
-    lease, [load] = cache.admit(chain(), present=Present(now_s=7.0))
+    lease, [load] = admit(cache, 7.0)
     assert load == Load(lease, 0, 6, 10, probe=True)
     assert not any(map(load.awaits, range(6, 10)))
     assert cache.computable(lease) == [(0, 42)]
@@ -166,7 +176,7 @@ def test_before_steps_are_measured_all_is_loaded_however_long_it_takes():
     cache.lower.costs.step = None
     lease, [load] = cache.admit(chain())
     assert (load.start, load.stop) == (0, 10)
-    assert cache.computable(lease, 1e9) == []
+    assert computable(cache, lease, 1e9) == []
 
 
 def test_a_step_computes_all_gaps_of_a_sequence_that_its_budget_has_room_for():
@@ -177,13 +187,14 @@ def test_a_step_computes_all_gaps_of_a_sequence_that_its_budget_has_room_for():
     [load] = scheduler.schedule().loads
     cache.loaded(load, 1, 2)
     cache.loaded(load, 3, 10)
-    assert scheduler.schedule(0.0).work == []
+    assert scheduler.schedule().work == []
     assert scheduler.next_late_s == sequence.lease.late_at_s
-    step = scheduler.schedule(10.0)
+    cache.tick(10.0)
+    step = scheduler.schedule()
     assert step.work == [(sequence, 0, 4), (sequence, 8, 3)]
     for _sequence, _start, num_tokens in step.work:
         assert not scheduler.settle(sequence, num_tokens)
-    step = scheduler.schedule(10.0)
+    step = scheduler.schedule()
     assert step.work == [(sequence, 11, 1), (sequence, 40, 2)]
     assert [scheduler.settle(sequence, num) for *_, num in step.work] == [False, True]
     assert sequence.num_cached_tokens == 32

@@ -52,6 +52,7 @@ class KVCache:
         self.reuse = reuse
         self.lower = LowerTiers(tiers if reuse else (), costs)
         self.num_evicted_blocks = 0  # since start
+        self.now_s = 0.0
         self.record_events = record_events
         self._events: list[KVEvent] = []
         self._leaders: dict[BlockHash, Lease] = {}
@@ -117,7 +118,7 @@ class KVCache:
         num_reused = start * self.block_size
         lease = Lease(chain, matched + fresh, states, num_reused, num_reused, start, end)
         lease.elsewhere = elsewhere or {}
-        lease.plan, lease.admitted_s = plan, present.now_s
+        lease.plan, lease.admitted_s = plan, self.now_s
         self._lead(lease)
         effects: list[Copy | Load] = [*self.lower.load(lease, stop)]
         if source is not None:
@@ -153,12 +154,12 @@ class KVCache:
         )
         self._advance(lease)
 
-    def computable(self, lease: Lease, now_s: float = 0.0) -> list[tuple[int, int]]:
+    def computable(self, lease: Lease) -> list[tuple[int, int]]:
         """Stretches of tokens, first and end, that can be computed next, in one go: all that is
         lacking before the next block that is awaited from a tier. What is late may be taken back
         for that."""
-        if now_s >= lease.late_at_s:
-            self.lower.reconsider(lease, now_s)
+        if self.now_s >= lease.late_at_s:
+            self.lower.reconsider(lease, self.now_s)
         size, states, found = self.block_size, lease.states, []
         at, stop = lease.num_computed_tokens, len(lease.chain)
         loading = states.find(BlockState.LOADING, at // size)
@@ -236,13 +237,14 @@ class KVCache:
         self.pool = BlockPool(self.pool.num_blocks)
         self.index = RadixIndex(self.block_size, self.policy.order(self.pool.num_blocks))
         self.lower.clear()
+        self.tick(self.now_s)
         if self.record_events:
             self._events.append(AllBlocksCleared())
         return True
 
     def tick(self, now_s: float) -> None:
         """What time it is, by any clock that does not run backwards: some policies go by it."""
-        self.index.order.now_s = now_s
+        self.now_s = self.index.order.now_s = now_s
         self.lower.tick(now_s)
 
     def take_events(self) -> list[KVEvent]:

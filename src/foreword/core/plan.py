@@ -50,10 +50,9 @@ class RestorePlan:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """How things stand when a request is admitted: the time, by any clock in seconds; for how long
-    the device computes for others before it; and how many others run or wait."""
+    """How things stand when a request is admitted: for how long the device computes for others
+    before it, and how many others run or wait."""
 
-    now_s: float = 0.0
     ahead_s: float = 0.0
     num_others: int = 0
 

@@ -16,7 +16,7 @@ from foreword.core.block import Chain
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.cost import StepWork
 from foreword.core.lease import Copy, Load, Probe
-from foreword.core.plan import Present
+from foreword.core.plan import ALONE, Present
 from foreword.core.sequence import Sequence
 
 _Sequence = TypeVar("_Sequence", bound=Sequence)
@@ -81,10 +81,9 @@ class Scheduler(Generic[_Sequence]):
         if not sequence.num_probes:
             del self._probed[probe.chain]
 
-    def schedule(self, now_s: float = 0.0) -> Step[_Sequence]:
-        """The next step, by any clock that does not run backwards. Empty when nothing waits or
-        runs, when all that do wait for a tier, or when the only one that ran was preempted and
-        waits for its turn again."""
+    def schedule(self) -> Step[_Sequence]:
+        """The next step. Empty when nothing waits or runs, when all that do wait for a tier, or
+        when the only one that ran was preempted and waits for its turn again."""
         step: Step[_Sequence] = Step()
         num_preemptions = self.num_preemptions
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
@@ -96,14 +95,14 @@ class Scheduler(Generic[_Sequence]):
         budget -= len(step.work)
         for sequence in prefilling:
             if sequence.lease is not None:
-                budget = self._prefill(sequence, step, budget, now_s)
+                budget = self._prefill(sequence, step, budget)
         if self.num_preemptions == num_preemptions:
-            self._admit(step, budget, now_s)
+            self._admit(step, budget)
         return step
 
     @property
     def next_late_s(self) -> float:
-        """When something is late that a tier is to bring, by the clock of `schedule`."""
+        """When something is late that a tier is to bring, by the cache's clock."""
         leases = (sequence.lease for sequence in self.running)
         return min((lease.late_at_s for lease in leases if lease is not None), default=inf)
 
@@ -137,13 +136,11 @@ class Scheduler(Generic[_Sequence]):
         if waited:
             self.waiting = deque(s for s in self.waiting if s not in gone)
 
-    def _prefill(
-        self, sequence: _Sequence, step: Step[_Sequence], budget: int, now_s: float
-    ) -> int:
+    def _prefill(self, sequence: _Sequence, step: Step[_Sequence], budget: int) -> int:
         """Compute what a sequence can, within the budget; returns what is left of that."""
         assert sequence.lease is not None
         if budget > 0:
-            for start, stop in self.cache.computable(sequence.lease, now_s):
+            for start, stop in self.cache.computable(sequence.lease):
                 num_tokens = sequence.chunk(budget, stop - start)
                 step.work.append((sequence, start, num_tokens))
                 budget -= num_tokens
@@ -151,16 +148,16 @@ class Scheduler(Generic[_Sequence]):
                     break
         return budget
 
-    def _present(self, now_s: float) -> Present:
+    def _present(self) -> Present:
         """How things stand for a sequence that is admitted now."""
         costs = self.cache.lower.costs
         if costs is None or costs.step is None:
-            return Present(now_s)
+            return ALONE
         num_ahead = sum(s.num_uncomputed for s in self.running if not s.is_decoding)
         num_others = len(self.running) + len(self.waiting)
-        return Present(now_s, costs.compute_s(0, num_ahead), num_others)
+        return Present(costs.compute_s(0, num_ahead), num_others)
 
-    def _admit(self, step: Step[_Sequence], budget: int, now_s: float) -> None:
+    def _admit(self, step: Step[_Sequence], budget: int) -> None:
         passed_over: list[_Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
@@ -172,7 +169,7 @@ class Scheduler(Generic[_Sequence]):
                 sequence.chain,
                 match=not sequence.reports_prompt,
                 elsewhere=sequence.elsewhere,
-                present=self._present(now_s),
+                present=self._present(),
             )
             if isinstance(admitted, Refusal):
                 passed_over.append(sequence)
@@ -184,7 +181,7 @@ class Scheduler(Generic[_Sequence]):
             step.loads += [effect for effect in effects if isinstance(effect, Load)]
             copy = sequence.lease.copy
             if copy is None:
-                budget = self._prefill(sequence, step, budget, now_s)
+                budget = self._prefill(sequence, step, budget)
                 continue
             step.copies.append((sequence, copy))
             start = sequence.lease.num_reused_tokens

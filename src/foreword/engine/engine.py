@@ -261,7 +261,7 @@ class TorchEngine:
         self._log_ended(begin_s)
         for probe, num_blocks in self.transfer.settle(busy_s):
             self.scheduler.found(probe, num_blocks)
-        step = self.scheduler.schedule(begin_s)
+        step = self.scheduler.schedule()
         self.transfer.perform(step.loads)
         if step.work:
             self._deliver(self._step(step))

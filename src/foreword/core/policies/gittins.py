@@ -15,6 +15,7 @@ piece by piece, over many requests.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from math import log
 from typing import TypeVar
 
@@ -219,7 +220,7 @@ class Gittins(Order[_Key]):
         else:
             kind = _step(_FRESH_TOKENS, num_blocks * self._block_tokens)
         runs += self._begun(new, recalled, kind, split)
-        for run, follower in zip(runs, runs[1:], strict=False):
+        for run, follower in pairwise(runs):
             run.follower = follower
         if runs:
             runs[-1].follower = None
