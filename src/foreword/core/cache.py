@@ -65,6 +65,11 @@ class KVCache:
         runs = self.lower.runs(chain, start, stop, {})
         return runs[-1][2] if runs else start
 
+    def leader(self, chain: Chain) -> Lease | None:
+        """Who computes the first block of `chain` that the device lacks, if somebody does."""
+        at = self.index.num_known(chain.root, chain.hashes, self._num_reusable(chain))
+        return self._leaders.get(chain.hashes[at]) if at < len(chain.hashes) else None
+
     def probe(self, chain: Chain) -> list[Probe]:
         """What to ask the shared tiers before `chain` is admitted: where nothing nearer has all."""
         start = self.num_known(chain)

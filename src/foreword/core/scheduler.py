@@ -1,12 +1,12 @@
 """Decide what each step computes: which sequences, how many tokens of each, within a budget.
 
 Running sequences come first, one token for those that decode; then waiting ones are admitted in
-order of arrival. A sequence whose next block another one is computing is passed over, holding
-nothing, and asks again in the next step, so nothing ever waits on a lock. One that a tier loads
-blocks for runs: it computes what is before those, and goes on when they came or are late.
+the order of `Waiting`. A sequence whose next block another one is computing is passed over, holding
+nothing, and asks again when that one has come further, so nothing ever waits on a lock. One that a
+tier loads blocks for runs: it computes what is before those, and goes on when they came or are
+late.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
@@ -18,6 +18,7 @@ from foreword.core.cost import StepWork
 from foreword.core.lease import Copy, Load, Probe
 from foreword.core.plan import ALONE, Present
 from foreword.core.sequence import Sequence
+from foreword.core.waiting import ARRIVAL, Waiting
 
 _Sequence = TypeVar("_Sequence", bound=Sequence)
 
@@ -45,10 +46,15 @@ class Scheduler(Generic[_Sequence]):
     when nothing does: large chunks are cheaper but would stall the streams."""
 
     def __init__(
-        self, cache: KVCache, max_num_seqs: int, max_batch_tokens: int, max_prefill_tokens: int
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        max_prefill_tokens: int,
+        order: str = ARRIVAL,
     ) -> None:
         self.cache = cache
-        self.waiting: deque[_Sequence] = deque()
+        self.waiting: Waiting[_Sequence] = Waiting(cache, order)
         self.running: list[_Sequence] = []
         self.num_preemptions = 0
         self._max_num_seqs = max_num_seqs
@@ -64,7 +70,7 @@ class Scheduler(Generic[_Sequence]):
         self._num_arrivals += 1
         for sample in samples:
             sample.arrival = self._num_arrivals
-        self.waiting.append(samples[0])
+        self.waiting.add(samples[0])
         probes = [] if samples[0].reports_prompt else self.cache.probe(samples[0].chain)
         if probes:
             samples[0].num_probes = len(probes)
@@ -120,21 +126,20 @@ class Scheduler(Generic[_Sequence]):
         if sequence.siblings:
             assert sequence.lease is not None
             self.cache.publish_end(sequence.lease)
-            self.waiting.extendleft(reversed(sequence.siblings))
+            self.waiting.put_back(sequence.siblings)
             sequence.siblings = []
 
     def finish(self, sequences: Iterable[_Sequence]) -> None:
         """Forget sequences, done or cancelled, and release what they lease."""
         gone = dict.fromkeys(sequences)
-        waited = any(sequence.lease is None for sequence in gone)
         for sequence in gone:
             self._probed.pop(sequence.chain, None)
             if sequence.lease is not None:
                 self.cache.release(sequence.lease)
                 sequence.lease = None
+            else:
+                self.waiting.discard(sequence)
         self.running = [s for s in self.running if s not in gone]
-        if waited:
-            self.waiting = deque(s for s in self.waiting if s not in gone)
 
     def _prefill(self, sequence: _Sequence, step: Step[_Sequence], budget: int) -> int:
         """Compute what a sequence can, within the budget; returns what is left of that."""
@@ -158,12 +163,9 @@ class Scheduler(Generic[_Sequence]):
         return Present(costs.compute_s(0, num_ahead), num_others)
 
     def _admit(self, step: Step[_Sequence], budget: int) -> None:
-        passed_over: list[_Sequence] = []
-        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting.popleft()
-            if sequence.num_probes:
-                passed_over.append(sequence)
-                continue
+        if budget <= 0 or len(self.running) >= self._max_num_seqs:
+            return
+        for sequence in self.waiting.next_up():
             sequence.take_chain()
             admitted = self.cache.admit(
                 sequence.chain,
@@ -171,24 +173,26 @@ class Scheduler(Generic[_Sequence]):
                 elsewhere=sequence.elsewhere,
                 present=self._present(),
             )
+            if admitted is Refusal.NO_ROOM:
+                break
             if isinstance(admitted, Refusal):
-                passed_over.append(sequence)
-                if admitted is Refusal.NO_ROOM:
-                    break
+                sequence.follow(self.cache.leader(sequence.chain))
                 continue
+            self.waiting.discard(sequence)
             sequence.lease, effects = admitted
             self.running.append(sequence)
             step.loads += [effect for effect in effects if isinstance(effect, Load)]
             copy = sequence.lease.copy
             if copy is None:
                 budget = self._prefill(sequence, step, budget)
-                continue
-            step.copies.append((sequence, copy))
-            start = sequence.lease.num_reused_tokens
-            num_tokens = sequence.chunk(budget, len(sequence.chain) - start)
-            step.work.append((sequence, start, num_tokens))
-            budget -= num_tokens
-        self.waiting.extendleft(reversed(passed_over))
+            else:
+                step.copies.append((sequence, copy))
+                start = sequence.lease.num_reused_tokens
+                num_tokens = sequence.chunk(budget, len(sequence.chain) - start)
+                step.work.append((sequence, start, num_tokens))
+                budget -= num_tokens
+            if budget <= 0 or len(self.running) >= self._max_num_seqs:
+                break
 
     def _make_room(self, sequence: _Sequence, step: Step[_Sequence]) -> bool:
         """Lease a slot for the newest token, preempting the youngest while there is no room."""
@@ -208,7 +212,7 @@ class Scheduler(Generic[_Sequence]):
         self.cache.release(sequence.lease)
         sequence.lease = None
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back([sequence])
         step.work = [work for work in step.work if work[0] is not sequence]
         step.loads = [load for load in step.loads if not load.lease.released]
         self.num_preemptions += 1

@@ -4,7 +4,7 @@ sample is there: in the engine its text and how it is drawn, in a simulation wha
 
 from typing import Self
 
-from foreword.core.block import Chain
+from foreword.core.block import BlockHash, Chain
 from foreword.core.lease import Lease
 
 _MAX_LOGITS = 256  # rows of a step for one sequence; each is as wide as the vocabulary
@@ -28,6 +28,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # of the prompt: what nobody computed for it
         self.restored: dict[int, int] = {}  # of these, tokens by tier
         self._wants_prompt = wants_prompt
+        self._behind: tuple[Lease, BlockHash | None] | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -46,6 +47,17 @@ class Sequence:
     def reports_prompt(self) -> bool:
         """Whether logits of all its prompt are wanted still."""
         return self._wants_prompt and self.index == 0 and self.num_sampled == 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it cannot be admitted yet: a tier has not answered, or the lease that it follows
+        has not come further."""
+        behind = self._behind
+        return self.num_probes > 0 or (behind is not None and behind[0].leads is behind[1])
+
+    def follow(self, leader: Lease | None) -> None:
+        """Wait for the block that `leader` computes now."""
+        self._behind = None if leader is None else (leader, leader.leads)
 
     def take_chain(self) -> None:
         """Before it runs: from here on its chain is its own."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from foreword.core.cost import StepCost, TierCost
 from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
+from foreword.core.waiting import ARRIVAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class WorkerShape:
     max_prefill_tokens: int = 2048
     reuse: bool = True
     policy: Policy = DEFAULT
+    order: str = ARRIVAL
 
     def of_blocks(self, num_tokens: int) -> "WorkerShape":
         """The same worker with blocks of so many tokens."""

@@ -69,6 +69,7 @@ class Worker:
             shape.max_num_seqs,
             max(1, shape.max_batch_tokens // id_tokens),
             max(1, shape.max_prefill_tokens // id_tokens),
+            shape.order,
         )
         self.count = WorkerCount(tiers=[TierCount() for _ in shape.tiers])
         self.num_queued_tokens = 0  # of prompts without a first token, what was missing of them

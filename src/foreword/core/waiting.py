@@ -1,0 +1,127 @@
+"""Waiting: the sequences that do not run yet, and in which order a step tries to admit them.
+
+`arrival` is first come, first served. `longest-prefix` takes those first whose prompts are known
+furthest; `depth-first` walks the tree of all prompts, which is for batches. The best order of a
+batch is that walk where the cache has room for the longest prompt, and longest prefix first is one
+(Zheng et al., arXiv 2312.07104, theorem 3.1).
+
+Nobody is passed by more than MAX_PASSED that came later, but for what is admitted in steps in which
+it could not be: a tier had not answered, or another lease was computing its next block. In
+`depth-first` there is no such bound while others come: it is one sweep through the tree.
+
+A step looks at WINDOW of the oldest and, for `longest-prefix`, at as many whose prompts are like
+those admitted last. Their known blocks are counted once for each time that somebody left, and not
+while nobody runs for want of room.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any, Generic, TypeVar
+
+from foreword.core.cache import KVCache
+from foreword.core.sequence import Sequence
+
+ARRIVAL, LONGEST_PREFIX, DEPTH_FIRST = "arrival", "longest-prefix", "depth-first"
+ORDERS = (ARRIVAL, LONGEST_PREFIX, DEPTH_FIRST)
+WINDOW = 64
+MAX_PASSED = 256
+_OVERDUE = MAX_PASSED - WINDOW  # passed by so many it comes first: a step admits up to a window
+_NUM_RECENT = 8  # admitted last, whose neighbours in the tree are looked at
+
+_Sequence = TypeVar("_Sequence", bound=Sequence)
+
+
+class Waiting(Generic[_Sequence]):
+    """What was preempted and what a prompt was computed for return before all others."""
+
+    def __init__(self, cache: KVCache, order: str = ARRIVAL) -> None:
+        assert order in ORDERS
+        self._cache = cache
+        self._order = order
+        self._returning: deque[_Sequence] = deque()
+        self._queue: list[_Sequence] = []  # by arrival
+        self._tree: list[_Sequence] = []  # the same by their tokens, so depth first
+        self._ranked: list[_Sequence] = []  # what the last step tried; empty when somebody left
+        self._recent: deque[Any] = deque(maxlen=_NUM_RECENT)  # places in the tree
+        self._swept: Any = (b"",)  # up to here
+        self._num_gone = 0  # admitted or cancelled, of those that came by `add`
+
+    def __len__(self) -> int:
+        return len(self._returning) + len(self._queue)
+
+    def add(self, sequence: _Sequence) -> None:
+        """One that came just now. Their `arrival` counts them, from 1."""
+        self._queue.append(sequence)
+        if self._order != ARRIVAL:
+            insort(self._tree, sequence, key=_place)
+
+    def put_back(self, sequences: Items[_Sequence]) -> None:
+        """Some that ran, or whose prompt did."""
+        self._returning.extendleft(reversed(sequences))
+
+    def discard(self, sequence: _Sequence) -> None:
+        """It is admitted, or was cancelled. Nothing changes where it does not wait."""
+        at = bisect_left(self._queue, sequence.arrival, key=_arrival)
+        if at == len(self._queue) or self._queue[at] is not sequence:
+            if sequence in self._returning:
+                self._returning.remove(sequence)
+            return
+        del self._queue[at]
+        self._num_gone += 1
+        self._ranked = []
+        if self._order != ARRIVAL:
+            place = _place(sequence)
+            at = bisect_left(self._tree, place, key=_place)
+            # Those that were tried in vain stay before it: the sweep is not past them.
+            if at == bisect_left(self._tree, self._swept, key=_place) % len(self._tree):
+                self._swept = place
+            del self._tree[at]
+            self._recent.append(place)
+
+    def next_up(self) -> list[_Sequence]:
+        """Whom to try in this step, in this order."""
+        self._ranked = _free(self._ranked) or self._rank()
+        return [*_free(self._returning), *self._ranked]
+
+    def _rank(self) -> list[_Sequence]:
+        if self._order == DEPTH_FIRST:
+            start = bisect_left(self._tree, self._swept, key=_place)
+            return _free(self._tree[start:] + self._tree[:start])[:WINDOW]
+        overdue: list[_Sequence] = []
+        others: list[_Sequence] = []
+        for at, sequence in enumerate(self._queue):
+            if not sequence.is_held:
+                num_passed = self._num_gone - (sequence.arrival - 1 - at)
+                (overdue if num_passed >= _OVERDUE else others).append(sequence)
+                if len(overdue) + len(others) == WINDOW:
+                    break
+        if self._order == LONGEST_PREFIX and len(others) > 1:
+            others = self._by_prefix(others)
+        return overdue + others
+
+    def _by_prefix(self, oldest: list[_Sequence]) -> list[_Sequence]:
+        looked_at = dict.fromkeys(oldest)
+        reach = WINDOW // _NUM_RECENT // 2
+        for place in self._recent:
+            at = bisect_left(self._tree, place, key=_place)
+            looked_at |= dict.fromkeys(_free(self._tree[max(0, at - reach) : at + reach]))
+        known = {
+            one: 0 if one.reports_prompt else self._cache.num_known(one.chain) for one in looked_at
+        }
+        return sorted(known, key=lambda one: (-known[one], one.arrival))
+
+
+def _free(sequences: Iterable[_Sequence]) -> list[_Sequence]:
+    return [sequence for sequence in sequences if not sequence.is_held]
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def _place(sequence: Sequence) -> Any:
+    """In an order of prompts in which one that goes on from another comes after it, and before all
+    that do not."""
+    return sequence.chain.root, sequence.chain.key, sequence.arrival
