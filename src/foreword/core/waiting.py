@@ -18,8 +18,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
+from foreword.core.block import BlockHash
 from foreword.core.cache import KVCache
 from foreword.core.sequence import Sequence
 
@@ -30,6 +31,7 @@ MAX_PASSED = 256
 _OVERDUE = MAX_PASSED - WINDOW  # passed by so many it comes first: a step admits up to a window
 _NUM_RECENT = 8  # admitted last, whose neighbours in the tree are looked at
 
+_Place: TypeAlias = tuple[bytes, bytearray, int]
 _Sequence = TypeVar("_Sequence", bound=Sequence)
 
 
@@ -44,8 +46,9 @@ class Waiting(Generic[_Sequence]):
         self._queue: list[_Sequence] = []  # by arrival
         self._tree: list[_Sequence] = []  # the same by their tokens, so depth first
         self._ranked: list[_Sequence] = []  # what the last step tried; empty when somebody left
-        self._recent: deque[Any] = deque(maxlen=_NUM_RECENT)  # places in the tree
-        self._swept: Any = (b"",)  # up to here
+        self._recent: deque[_Place] = deque(maxlen=_NUM_RECENT)  # places in the tree
+        self._swept: _Place = (b"", bytearray(), 0)  # up to here
+        self._before: list[BlockHash] = []  # of the one there
         self._num_gone = 0  # admitted or cancelled, of those that came by `add`
 
     def __len__(self) -> int:
@@ -72,11 +75,12 @@ class Waiting(Generic[_Sequence]):
         self._num_gone += 1
         self._ranked = []
         if self._order != ARRIVAL:
-            place = _place(sequence)
+            root, key, arrival = _place(sequence)
+            place = root, key.copy(), arrival  # as it is now: it grows by what is sampled
             at = bisect_left(self._tree, place, key=_place)
             # Those that were tried in vain stay before it: the sweep is not past them.
             if at == bisect_left(self._tree, self._swept, key=_place) % len(self._tree):
-                self._swept = place
+                self._swept, self._before = place, sequence.chain.hashes
             del self._tree[at]
             self._recent.append(place)
 
@@ -87,8 +91,7 @@ class Waiting(Generic[_Sequence]):
 
     def _rank(self) -> list[_Sequence]:
         if self._order == DEPTH_FIRST:
-            start = bisect_left(self._tree, self._swept, key=_place)
-            return _free(self._tree[start:] + self._tree[:start])[:WINDOW]
+            return self._sweep()
         overdue: list[_Sequence] = []
         others: list[_Sequence] = []
         for at, sequence in enumerate(self._queue):
@@ -99,7 +102,23 @@ class Waiting(Generic[_Sequence]):
                     break
         if self._order == LONGEST_PREFIX and len(others) > 1:
             others = self._by_prefix(others)
-        return overdue + others
+        return list(dict.fromkeys(overdue + others))[:WINDOW]
+
+    def _sweep(self) -> list[_Sequence]:
+        """From where the sweep is on, as far as all prompts together may stay on the device: what
+        is computed too early is evicted before those that follow it come to their turn."""
+        start = bisect_left(self._tree, self._swept, key=_place)
+        found: list[_Sequence] = []
+        hashes, room = self._before, self._cache.pool.num_free
+        for sequence in self._tree[start:] + self._tree[:start]:
+            own = sequence.chain.hashes
+            room -= len(own) - _num_shared(hashes, own)
+            if (room < 0 or len(found) == WINDOW) and found:
+                break
+            if not sequence.is_held:
+                found.append(sequence)
+            hashes = own
+        return found
 
     def _by_prefix(self, oldest: list[_Sequence]) -> list[_Sequence]:
         looked_at = dict.fromkeys(oldest)
@@ -121,7 +140,13 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
 
 
-def _place(sequence: Sequence) -> Any:
+def _place(sequence: Sequence) -> _Place:
     """In an order of prompts in which one that goes on from another comes after it, and before all
     that do not."""
     return sequence.chain.root, sequence.chain.key, sequence.arrival
+
+
+def _num_shared(left: list[BlockHash], right: list[BlockHash]) -> int:
+    """Leading blocks that two prompts have in common. Hashes are chained: agreement is a prefix."""
+    size = min(len(left), len(right))
+    return bisect_left(range(size), True, key=lambda at: left[at] != right[at])

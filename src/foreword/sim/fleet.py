@@ -6,7 +6,7 @@ that answer. So a log of one request after another is replayed as one, whatever 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -50,9 +50,12 @@ def play(
     shape: WorkerShape,
     rules: FleetRules,
     progress: Callable[[float], None] = lambda _share: None,
+    follows: Mapping[int, tuple[int, float]] | None = None,
 ) -> Timing:
-    """Serve a trace to workers of one shape. `progress` hears how much is done, from 0 to 1."""
-    return _Fleet(trace, shape, rules, progress).run()
+    """Serve a trace to workers of one shape. `progress` hears how much is done, from 0 to 1. Of
+    requests that come after an answer `follows` has, by place, whose it is and how long after; in
+    place of what the trace says of that."""
+    return _Fleet(trace, shape, rules, progress, follows).run()
 
 
 def answers_before(trace: Trace) -> list[int]:
@@ -68,6 +71,19 @@ def answers_before(trace: Trace) -> list[int]:
     ]
 
 
+def _observed(trace: Trace, rules: FleetRules) -> dict[int, tuple[int, float]]:
+    """After which answer requests came, and how long after, where the trace says it."""
+    if not rules.closed or rules.speed_up != 1:
+        return {}
+    spans, found = trace.spans, {}
+    for place, answer in enumerate(answers_before(trace)):
+        ended_s = spans[answer].ended_s if answer >= 0 else None
+        if ended_s is not None:
+            gap_s = max(0.0, spans[place].came_s - ended_s - spans[answer].rest_s)
+            found[place] = answer, gap_s
+    return found
+
+
 class _Fleet:
     """Events in the order of time: arrivals, ends of steps, news of tiers. Of those at one time all
     arrivals come first, and then each worker that has something to do begins a step."""
@@ -78,6 +94,7 @@ class _Fleet:
         shape: WorkerShape,
         rules: FleetRules,
         progress: Callable[[float], None],
+        follows: Mapping[int, tuple[int, float]] | None,
     ) -> None:
         self._trace = trace
         self._rules = rules
@@ -93,7 +110,7 @@ class _Fleet:
         self._num_sent = 0
         self._first_counted = int(len(trace) * rules.warmup)
         self._timing = Timing()
-        self._expect()
+        self._expect(_observed(trace, rules) if follows is None else follows)
 
     def run(self) -> Timing:
         while (now_s := self._next_s()) < inf:
@@ -114,19 +131,15 @@ class _Fleet:
         self._progress(1.0)
         return self._timing
 
-    def _expect(self) -> None:
+    def _expect(self, follows: Mapping[int, tuple[int, float]]) -> None:
         """Note when each request comes, or after which answer."""
-        spans = self._trace.spans
-        closed = self._rules.closed and self._rules.speed_up == 1
-        answers = answers_before(self._trace) if closed else [-1] * len(spans)
-        for place, (span, answer) in enumerate(zip(spans, answers, strict=True)):
-            ended_s = spans[answer].ended_s if answer >= 0 else None
-            if ended_s is None:
-                self._arrivals.append((span.came_s / self._rules.speed_up, place))
-            else:
-                gap_s = max(0.0, span.came_s - ended_s - spans[answer].rest_s)
+        for place, span in enumerate(self._trace.spans):
+            if place in follows:
+                answer, gap_s = follows[place]
                 self._after.setdefault(answer, []).append((gap_s, place))
                 self._timing.num_after += 1
+            else:
+                self._arrivals.append((span.came_s / self._rules.speed_up, place))
 
     def _next_s(self) -> float:
         """When the next thing happens; infinity when nothing will."""

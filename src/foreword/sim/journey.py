@@ -24,6 +24,7 @@ class Journey:
     admitted_s: float = -1.0
     first_token_s: float = -1.0
     ended_s: float = -1.0
+    turn: int = -1  # how many its worker admitted before it
     num_hit_tokens: int = 0
     restored: dict[int, int] = field(default_factory=dict)  # of these, tokens by tier
 

@@ -75,6 +75,7 @@ class Worker:
         self.num_queued_tokens = 0  # of prompts without a first token, what was missing of them
         self._inbox: list[list[Sample]] = []
         self._step: Step[Sample] | None = None
+        self._num_admitted = 0
         self._num_repeats = 0  # how often the step's decodes run
         self._probes: deque[tuple[float, Probe]] = deque()  # and when each is answered
         self._loads: list[deque[Load]] = [deque() for _ in shape.tiers]
@@ -136,6 +137,8 @@ class Worker:
         for sequence in self.scheduler.running:
             if sequence.journey.admitted_s < 0:
                 sequence.journey.admitted_s = now_s
+                sequence.journey.turn = self._num_admitted
+                self._num_admitted += 1
         if not step.work:
             return None
         self._step = step
