@@ -11,9 +11,10 @@ from random import Random
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
+from foreword.core.place import Gain
 from foreword.core.policies.gittins import GITTINS
 from foreword.core.policy import FIFO, LRU
-from foreword.core.request import Request, SamplingParams
+from foreword.core.request import NO_HINTS, Request, SamplingParams
 from foreword.core.scheduler import Scheduler
 from foreword.engine.sample import Sample
 from laws import Listener, Slots, check_index, check_leases, check_pool
@@ -56,6 +57,7 @@ class World:
             record_events=True,
             tiers=self.tiers(),
             policy=self.policy,
+            placement=self.placement(),
         )
         self.scheduler = Scheduler(
             self.cache, self.random.randint(1, 6), self.random.randint(8, 20), 40
@@ -68,6 +70,12 @@ class World:
 
     def tiers(self):
         return ()
+
+    def placement(self):
+        return Gain
+
+    def hints(self):
+        return NO_HINTS
 
     def perform(self, effects):
         assert not effects
@@ -82,7 +90,7 @@ class World:
         prompt = prompt[:40]
         self.known.append(prompt)
         num_new = self.random.randint(1, 20)
-        request = Request(str(number), tuple(prompt), SamplingParams(num_new), n=1)
+        request = Request(str(number), tuple(prompt), SamplingParams(num_new), hints=self.hints())
         root = self.random.choice(ROOTS)
         samples = [
             Sample(request, index, Chain(root, self.block_size, prompt), 0, None)
@@ -97,6 +105,7 @@ class World:
 
     def step(self):
         step = self.scheduler.schedule()
+        self.perform(self.cache.lower.take_effects())
         self.perform(step.loads)
         assert (
             step.work

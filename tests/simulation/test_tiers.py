@@ -7,7 +7,10 @@ load is reported, and a tier that loses nothing holds no block without its paren
 
 import pytest
 
+from foreword.core.cost import StepCost, TierCost
 from foreword.core.lease import Drop, Load, Probe, Store
+from foreword.core.place import PLACEMENTS, PlaceCosts
+from foreword.core.request import Hints
 from foreword.core.tier import Kept, Tier
 from laws import check_tier
 from world import World
@@ -33,6 +36,8 @@ class TieredWorld(World):
         super().__init__(seed)
         rate = self.random.choice([0.0, 0.05, 0.4]) if faults is None else faults
         self.places = [Place(rate) for _ in self.cache.lower.tiers]
+        if self.random.random() < 0.7:  # else no costs are known: all is stored
+            self.cache.lower.placement.costs = self.costs()
         self.probes = []
         self.num_loads = self.num_reported = 0
         self.fates = dict.fromkeys(("loaded", "missing", "late", "unwanted"), 0)
@@ -44,6 +49,26 @@ class TieredWorld(World):
             Tier(size, shared=self.random.random() < 0.3, policy=self.policy)
             for i, size in enumerate(sizes)
         ]
+
+    def placement(self):
+        return self.random.choice(list(PLACEMENTS.values()))
+
+    def hints(self):
+        """Any that there are; others than `cacheable` change what is stored, and it what is
+        shared."""
+        draw = self.random
+        return Hints(
+            prompt_cache_key=draw.choice(["", "", "a", "b"]),
+            num_stable_tokens=draw.choice([None, None, draw.randint(0, 40)]),
+            max_offload_tokens=draw.choice([None, None, draw.randint(0, 40)]),
+            cacheable=draw.random() > 0.1,
+        )
+
+    def costs(self):
+        """Where a load costs a few times less, or more, than to compute the same."""
+        draw = self.random.uniform
+        reads = tuple(TierCost(draw(0, 3), draw(0.5, 100)) for _ in self.places)
+        return PlaceCosts(StepCost(1.0), reads, self.block_size, self.block_size)
 
     @property
     def awaits_tiers(self):

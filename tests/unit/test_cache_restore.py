@@ -7,6 +7,7 @@ from foreword.core.cache import KVCache
 from foreword.core.cost import Costs, StepCost, TierCost, TierFit
 from foreword.core.lease import Load
 from foreword.core.lower import PROBE_S
+from foreword.core.place import WriteThrough
 from foreword.core.plan import Present
 from foreword.core.scheduler import Scheduler
 from foreword.core.sequence import Sequence
@@ -29,9 +30,8 @@ def cache_with(*costs, token_s=0.01, tokens=TOKENS):
     for fit in fits:
         fit.error = 0.0
     step = StepCost(token_s)
-    cache = KVCache(
-        32, SIZE, tiers=[Tier(32) for _ in costs], costs=Costs(SIZE, BLOCK_BYTES, 1000, fits, step)
-    )
+    cache = KVCache(32, SIZE, tiers=[Tier(32) for _ in costs], placement=WriteThrough)
+    cache.lower.costs = Costs(SIZE, BLOCK_BYTES, 1000, fits, step)
     lease, _ = cache.admit(chain(tokens))
     cache.filled(lease, len(tokens) - lease.num_computed_tokens)
     for effect in cache.lower.take_effects():

@@ -202,6 +202,10 @@ def test_a_store_that_failed_is_tried_again_and_dropped_in_between():
     assert cache.lower.take_effects() == []
     tier.writes = True
     cache.release(lease)
+    [store] = cache.lower.take_effects()
+    assert (store.start, len(store.block_ids)) == (0, 3), "the last call is at its end"
+    cache.lower.stored(0, lease.chain.hashes[:3], ok=False)
+    cache.lower.take_effects()
     lease, _ = cache.admit(chain(*range(9)))
     cache.filled(lease, 9 - lease.num_computed_tokens)
     [store] = cache.lower.take_effects()

@@ -53,6 +53,16 @@ class Chain:
         twin.hashes = self.hashes.copy()
         return twin
 
+    @classmethod
+    def of_blocks(cls, root: BlockHash, key: bytes, hashes: list[BlockHash]) -> "Chain":
+        """Full blocks whose key and hashes are known."""
+        chain = cls(root, len(key) // TOKEN_BYTES // len(hashes))
+        words = array("I", key)
+        if sys.byteorder == "little":
+            words.byteswap()
+        chain.token_ids, chain.key, chain.hashes = words.tolist(), bytearray(key), hashes
+        return chain
+
     def __len__(self) -> int:
         return len(self.token_ids)
 

@@ -6,7 +6,7 @@ caller, who tells what came of them: `Copy` as filled, each `Load` as loaded or 
 as stored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
@@ -15,10 +15,12 @@ from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Copy, Lease, Load, Probe
 from foreword.core.lower import LowerTiers
+from foreword.core.place import Gain, Placement
 from foreword.core.plan import ALONE, Present
 from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
 from foreword.core.pool import BlockPool
+from foreword.core.request import NO_HINTS, Hints
 from foreword.core.tier import Tier
 
 
@@ -41,16 +43,16 @@ class KVCache:
         reuse: bool = True,
         record_events: bool = False,
         tiers: Sequence[Tier] = (),
-        costs: Costs | None = None,
         policy: Policy = DEFAULT,
+        placement: Callable[[Sequence[Tier], int], Placement] = Gain,
     ) -> None:
-        """Without `costs` all that a tier has is loaded, however long it takes."""
         self.block_size = block_size
         self.policy = policy
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size, policy.order(num_blocks))
         self.reuse = reuse
-        self.lower = LowerTiers(tiers if reuse else (), costs)
+        below = tuple(tiers) if reuse else ()
+        self.lower = LowerTiers(below, placement(below, num_blocks))
         self.num_evicted_blocks = 0  # since start
         self.now_s = 0.0
         self.record_events = record_events
@@ -88,6 +90,7 @@ class KVCache:
         match: bool = True,
         elsewhere: Mapping[int, int] | None = None,
         present: Present = ALONE,
+        hints: Hints = NO_HINTS,
     ) -> tuple[Lease, list[Copy | Load]] | Refusal:
         """Lease blocks for every token of `chain`, reusing the longest known prefix as far as that
         pays; without `match` nothing, for who must see every token computed. `elsewhere` is what
@@ -107,7 +110,8 @@ class KVCache:
             self.pool.unpin(matched)
             return Refusal.NO_ROOM
         stop = self._num_reusable(chain) if match else start
-        plan = self.lower.plan(chain, start, stop, elsewhere or {}, present)
+        runs = self.lower.runs(chain, start, stop, elsewhere or {})
+        plan = self.lower.plan(chain, start, runs, present)
         source = self._closest(node, chain, start) if match and not plan.loads else None
         if source is not None:
             self.pool.pin((source[0],))
@@ -122,8 +126,9 @@ class KVCache:
         end = node if start else None
         num_reused = start * self.block_size
         lease = Lease(chain, matched + fresh, states, num_reused, num_reused, start, end)
-        lease.elsewhere = elsewhere or {}
+        lease.elsewhere, lease.hints, lease.matched = elsewhere or {}, hints, match
         lease.plan, lease.admitted_s = plan, self.now_s
+        self.lower.admitted(lease, start, runs)
         self._lead(lease)
         effects: list[Copy | Load] = [*self.lower.load(lease, stop)]
         if source is not None:
@@ -208,7 +213,8 @@ class KVCache:
         node that covers what the lease computed, None where there is none.
         """
         first = lease.num_published * self.block_size
-        if not self.reuse or lease.num_computed_tokens == first:
+        shares = self.reuse and lease.hints.cacheable
+        if not shares or lease.num_computed_tokens == first:
             return lease.end
         key = bytes(lease.chain.key[first * TOKEN_BYTES : lease.num_computed_tokens * TOKEN_BYTES])
         block_id = lease.block_ids[lease.num_published]
@@ -232,7 +238,7 @@ class KVCache:
         self.pool.unpin(lease.block_ids)
         if leaf is not None:
             self.index.touch(leaf)
-        self.lower.touch(lease)
+        self.lower.ended(lease)
 
     def clear(self) -> bool:
         """Forget everything cached, in our part of the tiers too. False, and nothing changed, while
@@ -289,6 +295,7 @@ class KVCache:
             if idle == 0:
                 pinned.append(leaf)
                 continue
+            self.lower.evicted(self.index, leaf, idle)
             hashes, block_ids = self.index.cut(leaf, idle)
             self.pool.drop(block_ids)
             removed += reversed(hashes)
@@ -334,7 +341,7 @@ class KVCache:
         states[lease.num_published : full] = bytes([BlockState.READY]) * (
             full - lease.num_published
         )
-        if self.reuse and full > lease.num_published:
+        if self.reuse and lease.hints.cacheable and full > lease.num_published:
             self._publish(lease, full)
 
     def _end(self, lease: Lease) -> Node:
@@ -343,7 +350,7 @@ class KVCache:
     def _lead(self, lease: Lease) -> None:
         """Others whose next block is this lease's next wait for it, unless someone leads there."""
         hashes = lease.chain.hashes
-        if self.reuse and lease.num_published < len(hashes):
+        if self.reuse and lease.hints.cacheable and lease.num_published < len(hashes):
             leads = hashes[lease.num_published]
             if self._leaders.setdefault(leads, lease) is lease:
                 lease.leads = leads

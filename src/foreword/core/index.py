@@ -12,7 +12,7 @@ becomes a leaf.
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId
+from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
 from foreword.core.policy import LRU, Order
 
 
@@ -92,6 +92,17 @@ class RadixIndex:
                 break
             node = child
         return start
+
+    def path(self, node: Node) -> tuple[Chain, list[BlockId]]:
+        """All full blocks from the root to the end of `node`, and their slots."""
+        above = [node]
+        while (parent := above[-1].parent) is not None:
+            above.append(parent)
+        root, *nodes = reversed(above)
+        hashes = [block_hash for one in nodes for block_hash in one.hashes]
+        key = b"".join(one.key for one in nodes)
+        chain = Chain.of_blocks(root.hashes[0], key, hashes)
+        return chain, [block_id for one in nodes for block_id in one.block_ids]
 
     def closest(self, node: Node, key: bytes) -> tuple[Node, int] | None:
         """The child of `node` whose first block shares most leading tokens with `key`, and how

@@ -11,6 +11,7 @@ from math import inf
 from foreword.core.block import BlockHash, BlockId, Chain
 from foreword.core.index import Node
 from foreword.core.plan import RestorePlan
+from foreword.core.request import NO_HINTS, Hints
 
 
 class BlockState(IntEnum):
@@ -51,7 +52,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Store:
     """Effect: write blocks of `chain` from block `start` on to a tier. Their KV is in `block_ids`
-    until the next call to the cache: copy it out before."""
+    until the next step writes: copy it out before."""
 
     tier: int
     chain: Chain
@@ -101,6 +102,9 @@ class Lease:
     late_at_s: float = inf
     num_waits: int = 0  # for what was late
     num_late_blocks: int = 0
+    num_wanted: list[int] = field(default_factory=list)  # and that each is to keep
+    hints: Hints = NO_HINTS
+    matched: bool = True  # False: it reuses nothing, whatever is known
     copy: Copy | None = None
     leads: BlockHash | None = None  # the block that others wait for
     released: bool = False

@@ -1,4 +1,4 @@
-"""LowerTiers: where blocks come from that the device lacks, and where those go that it publishes.
+"""LowerTiers: where blocks come from that the device lacks, and where those go that it has.
 
 It plans over all tiers below the device, the fastest first, and keeps what it wants done, as
 effects, until asked.
@@ -7,10 +7,13 @@ effects, until asked.
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from foreword.core.block import BlockHash, Chain
+from foreword.core.block import BlockHash, BlockId, Chain
 from foreword.core.cost import Costs
+from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Drop, Lease, Load, Store
-from foreword.core.plan import Present, RestorePlan, plan_restore
+from foreword.core.place import Placement
+from foreword.core.plan import Extent, Present, RestorePlan, plan_restore
+from foreword.core.reuse import Source
 from foreword.core.tier import Tier
 
 PROBE_S = 5.0  # a tier that plans leave alone is tried that often
@@ -18,12 +21,14 @@ PROBE_READS = 4  # of so many reads
 
 
 class LowerTiers:
-    """Each tier is known by its place in `tiers`."""
+    """Each tier is known by its place in `tiers`; `placement` says how much each is to have."""
 
-    def __init__(self, tiers: Sequence[Tier], costs: Costs | None = None) -> None:
+    def __init__(self, tiers: Sequence[Tier], placement: Placement) -> None:
         self.tiers = tuple(tiers)
-        self.costs = costs
+        self.placement = placement
+        self.costs: Costs | None = None  # None: all that a tier has is loaded, whatever it takes
         self._effects: list[Store | Drop] = []
+        self._barred: set[BlockHash] = set()  # from all tiers, while the device has them
 
     def runs(
         self, chain: Chain, start: int, stop: int, elsewhere: Mapping[int, int]
@@ -44,27 +49,24 @@ class LowerTiers:
         return runs
 
     def plan(
-        self,
-        chain: Chain,
-        start: int,
-        stop: int,
-        elsewhere: Mapping[int, int],
-        present: Present,
+        self, chain: Chain, start: int, runs: Sequence[Extent], present: Present
     ) -> RestorePlan:
-        """What to load of blocks `start` to `stop` of a request's chain, which the device lacks."""
-        runs = self.runs(chain, start, stop, elsewhere)
+        """What to load of `runs`, which the device lacks from block `start` of the chain on."""
         known = start * chain.block_size
         if self.costs is None or not runs:
-            return RestorePlan(len(chain), known, tuple(runs), late_s=inf)
-        return plan_restore(self.costs, len(chain), known, runs, present)
+            plan = RestorePlan(len(chain), known, tuple(runs), late_s=inf)
+        else:
+            plan = plan_restore(self.costs, len(chain), known, runs, present)
+        for number, _first, end in plan.loads:  # so that it stays until it is read
+            self.tiers[number].renew(chain.hashes, end)
+        return plan
 
     def load(self, lease: Lease, stop: int) -> list[Load]:
         """Begin a lease's plan; and try a tier that has had none of late, on blocks up to `stop`
         that the lease computes itself."""
         plan, hashes = lease.plan, lease.chain.hashes
         assert plan is not None
-        for number, first, end in plan.loads:
-            self.tiers[number].renew(hashes, end)  # so that it stays until it is read
+        for _tier, first, end in plan.loads:
             lease.states[first:end] = bytes([BlockState.LOADING]) * (end - first)
         loads = [Load(lease, *run) for run in plan.loads]
         if loads:
@@ -107,10 +109,60 @@ class LowerTiers:
         else:
             lease.take_back()
 
+    def admitted(self, lease: Lease, num_device: int, runs: Sequence[tuple[int, int, int]]) -> None:
+        """A lease begins with `num_device` blocks of the device, then `runs` of others."""
+        if not self.tiers:
+            return
+        hashes, hints = lease.chain.hashes, lease.hints
+        for number, tier in enumerate(self.tiers):
+            first = min(lease.elsewhere.get(number, 0), len(hashes))
+            lease.num_stored[number] = first + tier.num_kept(hashes, first, len(hashes))
+        sources: list[Source] = [(None, 0, num_device), *runs]
+        wanted = self.placement.wanted(lease, sources)
+        if hints.max_offload_tokens is not None:
+            most = hints.max_offload_tokens // lease.chain.block_size
+            wanted = [min(most, num_blocks) for num_blocks in wanted]
+        lease.num_wanted = wanted
+
     def keep(self, lease: Lease) -> None:
-        """Let each tier have all published blocks of a lease that it lacks."""
-        for number in range(len(self.tiers)):
-            self._store(lease, number)
+        """Let each tier have the published blocks of a lease that it is to have and lacks."""
+        for number, wanted in enumerate(lease.num_wanted):
+            stop, hashes = min(lease.num_published, wanted), lease.chain.hashes
+            at = min(lease.num_stored[number], stop)
+            if not at or not self.tiers[number].num_kept(hashes, at - 1, at):
+                # Its end left meanwhile, or was never there: all is looked at.
+                at = min(lease.elsewhere.get(number, 0), stop)
+            lease.num_stored[number] = self._store(number, lease.chain, lease.block_ids, at, stop)
+
+    def ended(self, lease: Lease) -> None:
+        """A lease ends: what is on the device may be evicted from now on."""
+        if not self.tiers:
+            return
+        self.keep(lease)
+        self.placement.ended(lease)
+        hashes, stop = lease.chain.hashes, lease.num_published
+        if lease.hints.max_offload_tokens is not None and self.placement.on_eviction:
+            most = lease.hints.max_offload_tokens // lease.chain.block_size
+            self._barred.update(hashes[most:stop])
+        for tier in self.tiers:
+            tier.touch(hashes, stop)
+
+    def evicted(self, index: RadixIndex, leaf: Node, num_blocks: int) -> None:
+        """The device is about to drop the last blocks of a leaf: their only chance, if they are to
+        go down. What they stand on goes with them where it is not there."""
+        if not (self.placement.on_eviction and leaf.hashes):
+            return
+        kept = all(
+            tier.num_kept(leaf.hashes, len(leaf.hashes) - 1, len(leaf.hashes))
+            for tier in self.tiers
+        )
+        if not kept:
+            chain, block_ids = index.path(leaf)
+            barred = self._barred
+            stop = next((at for at, h in enumerate(chain.hashes) if h in barred), len(block_ids))
+            for number in range(len(self.tiers)):
+                self._store(number, chain, block_ids, 0, stop)
+        self._barred.difference_update(leaf.hashes[-num_blocks:])
 
     def forget(self, load: Load, start: int, stop: int) -> None:
         """Blocks `start` to `stop` of a load are not in their tier, or not as they were."""
@@ -122,13 +174,9 @@ class LowerTiers:
             lease.elsewhere = {**lease.elsewhere, load.tier: others}
         self._drop(load.tier, hashes)
 
-    def touch(self, lease: Lease) -> None:
-        """The published blocks of a lease were used now."""
-        for tier in self.tiers:
-            tier.touch(lease.chain.hashes, lease.num_published)
-
     def clear(self) -> None:
         """Forget all, and have it dropped."""
+        self._barred.clear()
         for number, tier in enumerate(self.tiers):
             self._drop(number, tier.clear())
 
@@ -145,7 +193,7 @@ class LowerTiers:
     def resize(self, tier: int, capacity: int) -> None:
         """A tier has room for more or fewer blocks than before."""
         self.tiers[tier].capacity = capacity
-        self._drop(tier, self.tiers[tier].make_room())
+        self._made_room(tier, self.tiers[tier].make_room())
 
     def tick(self, now_s: float) -> None:
         """As KVCache.tick."""
@@ -157,32 +205,32 @@ class LowerTiers:
         effects, self._effects = self._effects, []
         return effects
 
-    def _store(self, lease: Lease, number: int) -> None:
-        """Let a tier have all published blocks of a lease that it lacks. Parents first: a child is
-        kept only below its parent."""
-        tier, hashes, stop = self.tiers[number], lease.chain.hashes, lease.num_published
-        if not tier.writes:
-            return
-        at = lease.num_stored.get(number, 0)
-        if not at or not tier.num_kept(hashes, at - 1, at):
-            # Its end left meanwhile, or it is the first time: all is looked at.
-            at = min(lease.elsewhere.get(number, 0), stop)
-        while (at := at + tier.num_kept(hashes, at, stop)) < stop:
+    def _store(
+        self, number: int, chain: Chain, block_ids: Sequence[BlockId], at: int, stop: int
+    ) -> int:
+        """Let a tier have what it lacks of a chain's blocks from `at` to `stop`, which are in
+        `block_ids`. Parents first: a child is kept only below its parent. Returns where it ends."""
+        tier, hashes = self.tiers[number], chain.hashes
+        while tier.writes and (at := at + tier.num_kept(hashes, at, stop)) < stop:
             tier.renew(hashes, at)
             first = at
             dropped: list[BlockHash] = []
             while at < stop and not tier.num_kept(hashes, at, at + 1):
-                parent = hashes[at - 1] if at else lease.chain.root
+                parent = hashes[at - 1] if at else chain.root
                 dropped += tier.make_room(protected=parent)
                 if not tier.claim(hashes[at], parent):
                     stop = at  # its own parents fill it
                     break
                 at += 1
-            self._drop(number, dropped)
+            self._made_room(number, dropped)
             if at > first:
-                block_ids = tuple(lease.block_ids[first:at])
-                self._effects.append(Store(number, lease.chain, first, block_ids))
-        lease.num_stored[number] = at
+                self._effects.append(Store(number, chain, first, tuple(block_ids[first:at])))
+        return at
+
+    def _made_room(self, tier: int, dropped: list[BlockHash]) -> None:
+        if dropped:
+            self.placement.dropped(tier, dropped)
+            self._drop(tier, dropped)
 
     def _drop(self, tier: int, hashes: list[BlockHash]) -> None:
         if hashes:

@@ -36,6 +36,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request says of how its KV is to be kept. It changes no answer."""
+
+    prompt_cache_key: str = ""  # a name for what its prompt starts with, such as a document's
+    ttl_s: float | None = None  # how long after its last use it may be wanted again
+    num_stable_tokens: int | None = None  # leading ones that others will have too, and no more
+    max_offload_tokens: int | None = None  # only so many leading ones may go below the device
+    cacheable: bool = True  # False: nobody else reuses what is computed for it
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, `n` samples of its continuation. `cache_salt` separates tenants' caches."""
 
@@ -44,6 +58,7 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     cache_salt: str = ""
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,7 @@ class Scheduler(Generic[_Sequence]):
                 match=not sequence.reports_prompt,
                 elsewhere=sequence.elsewhere,
                 present=self._present(),
+                hints=sequence.hints,
             )
             if admitted is Refusal.NO_ROOM:
                 break

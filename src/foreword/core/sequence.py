@@ -6,6 +6,7 @@ from typing import Self
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.lease import Lease
+from foreword.core.request import NO_HINTS
 
 _MAX_LOGITS = 256  # rows of a step for one sequence; each is as wide as the vocabulary
 
@@ -21,6 +22,7 @@ class Sequence:
         self.num_prompt_tokens = len(chain)
         self.shares_chain = index > 0  # with other samples, which grow in other ways
         self.arrival = 0  # order of admission; the youngest is preempted first
+        self.hints = NO_HINTS
         self.lease: Lease | None = None
         self.siblings: list[Self] = []  # samples that start when the prompt is computed
         self.num_probes = 0  # that tiers have not answered yet

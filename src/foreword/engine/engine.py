@@ -65,8 +65,8 @@ class TorchEngine:
             BLOCK_SIZE,
             reuse=settings.prefix_caching,
             tiers=[tier_of(store) for store in stores],
-            costs=costs_of(stores, model.block_bytes(BLOCK_SIZE), settings),
         )
+        self.cache.lower.costs = costs_of(stores, model.block_bytes(BLOCK_SIZE), settings)
         step_blocks = settings.max_prefill_tokens // BLOCK_SIZE
         self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
         for number, store in enumerate(stores):
@@ -262,6 +262,7 @@ class TorchEngine:
         for probe, num_blocks in self.transfer.settle(busy_s):
             self.scheduler.found(probe, num_blocks)
         step = self.scheduler.schedule()
+        self.transfer.perform(self.cache.lower.take_effects())  # before what it evicted is written
         self.transfer.perform(step.loads)
         if step.work:
             self._deliver(self._step(step))

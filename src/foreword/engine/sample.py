@@ -30,6 +30,7 @@ class Sample(Sequence):
         """`chain` holds the request's prompt."""
         wants_prompt = request.sampling.prompt_logprobs is not None
         super().__init__(chain, index, wants_prompt=wants_prompt)
+        self.hints = request.hints
         self.request = request
         self.seed = seed
         self.text = text

@@ -1,0 +1,183 @@
+"""Placement: how many leading blocks of a request each tier below the device is to have.
+
+What is stored lies below its parent, so the answer for a request and a tier is one number. It never
+decides whether KV is right, only where it is kept.
+"""
+
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from foreword.core.block import BlockHash
+from foreword.core.cost import StepCost, TierCost, num_pairs
+from foreword.core.lease import Lease
+from foreword.core.reuse import Counts, ReuseRates, Source
+from foreword.core.tier import Tier
+
+ALL = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceCosts:
+    """Seconds, as far as they are known: of computing, and of reading from each tier. Writing is
+    taken to cost what reading does."""
+
+    step: StepCost
+    reads: tuple[TierCost | None, ...]
+    block_bytes: int
+    block_tokens: int
+
+    def prefill_s(self, at: int) -> float:
+        """To compute block `at` of a prompt, in a step that is run anyway."""
+        size = self.block_tokens
+        return size * self.step.per_token_s + num_pairs(size, at * size) * self.step.per_pair_s
+
+
+class Placement:
+    """Of all tiers of one cache, whose device holds `num_blocks`."""
+
+    name: str
+    on_eviction = False  # whether blocks go down when the device evicts them
+
+    def __init__(self, tiers: Sequence[Tier], num_blocks: int) -> None:
+        self.tiers = tiers
+        self.costs: PlaceCosts | None = None
+
+    def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
+        """How many leading blocks each tier is to have of a request that was just admitted, those
+        that are yet to come too."""
+        raise NotImplementedError
+
+    def ended(self, lease: Lease) -> None:
+        """The request is over, and its published blocks may be evicted."""
+
+    def dropped(self, tier: int, hashes: Sequence[BlockHash]) -> None:
+        """A tier made room for others."""
+
+
+class WriteThrough(Placement):
+    """All full blocks, as they are published."""
+
+    name = "write-through"
+
+    def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
+        return [ALL] * len(self.tiers)
+
+
+class OnSecondUse(Placement):
+    """What a request found: all others are for the device only."""
+
+    name = "on-second-use"
+
+    def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
+        return [sources[-1][2] if sources else 0] * len(self.tiers)
+
+
+class WriteBack(Placement):
+    """What the device evicts, and what it stands on."""
+
+    name = "write-back"
+    on_eviction = True
+
+    def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
+        return [0] * len(self.tiers)
+
+
+# Of a request's blocks: first and end of some that are alike, and the classes that they are of.
+_Piece = tuple[int, int, tuple[Counts, ...]]
+_FROM_START = (4, 16, 64, 256)  # new blocks, where pieces end
+_FROM_END = (8, 4, 2, 1)
+
+
+class Gain(Placement):
+    """What is expected to save more seconds than it costs.
+
+    A block that is not stored now can be at its next use, when the device has it or it was computed
+    again. So storing it now gains the prefill of that use, if the device has lost it by then: as
+    likely as for other blocks of its classes. It costs the write, and what has to leave for it,
+    which is as likely used again as what left so far. Before costs are known: write-through.
+    """
+
+    name = "gain"
+
+    def __init__(self, tiers: Sequence[Tier], num_blocks: int) -> None:
+        super().__init__(tiers, num_blocks)
+        self._rates = ReuseRates(len(tiers), num_blocks)
+        self._pieces: dict[Lease, list[_Piece]] = {}
+
+    def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
+        num_used = self._rates.used(lease.chain.hashes, sources) if lease.matched else 0
+        pieces = self._pieces[lease] = self._split(lease, num_used)
+        stable = lease.hints.num_stable_tokens
+        if stable is not None:  # what comes after it goes down when it was used again
+            return [max(num_used, stable // lease.chain.block_size)] * len(self.tiers)
+        return [self._worth(lease, pieces, number) for number in range(len(self.tiers))]
+
+    def ended(self, lease: Lease) -> None:
+        hashes, stop = lease.chain.hashes, lease.num_published
+        for first, end, classes in self._pieces.pop(lease):
+            if (size := min(end, stop) - first) > 0:
+                # One stands for all; which one is by its hash, so that all places have a turn.
+                self._rates.watch(hashes[first + hashes[first][0] % size], classes)
+        self._rates.refused(hashes[min(lease.num_wanted) : stop])
+        self._rates.advance(stop - lease.num_reused_tokens // lease.chain.block_size)
+
+    def dropped(self, tier: int, hashes: Sequence[BlockHash]) -> None:
+        self._rates.watch(hashes[0], (self._rates.counts(("dropped", tier)),))
+
+    def _split(self, lease: Lease, num_used: int) -> list[_Piece]:
+        """What was used before; what is new, by how far it is from both its ends; the answer."""
+        stop = len(lease.chain.hashes)
+        num_new = stop - num_used
+        ends = [num_used + edge for edge in _FROM_START if edge < num_new - _FROM_END[0]]
+        ends += [stop - edge for edge in (*_FROM_END, 0) if edge < num_new]
+        kind = "appended" if num_used else "opening"
+        pieces = [(0, num_used, self._classes(lease, ("used",)))] if num_used else []
+        first = num_used
+        for number, end in enumerate(ends):
+            at = min(number, len(ends) - number + len(_FROM_START))
+            classes = self._classes(lease, (kind, at), num_new.bit_length() // 2)
+            pieces.append((first, end, classes))
+            first = end
+        pieces.append((stop, ALL, self._classes(lease, ("answer",))))
+        return pieces
+
+    def _classes(self, lease: Lease, segment: Hashable, size: int = 0) -> tuple[Counts, ...]:
+        """From all blocks to those of this segment, tenant and document."""
+        keys: tuple[Hashable, ...] = ((), segment, (segment, size), (lease.chain.root, segment))
+        document = lease.hints.prompt_cache_key
+        if document:
+            keys = (*keys, (lease.chain.root, segment, document))
+        return tuple([self._rates.counts(key) for key in keys])
+
+    def _worth(self, lease: Lease, pieces: Sequence[_Piece], number: int) -> int:
+        """How many leading blocks have the greatest sum of gains in a tier, beyond those that it
+        keeps already."""
+        costs, tier = self.costs, self.tiers[number]
+        read = costs.reads[number] if costs else None
+        if costs is None or read is None:
+            return ALL
+        wanted = kept = lease.num_stored[number]
+        move_s = read.load_s(costs.block_bytes) - read.latency_s
+        victim = 0.0
+        if tier.num_blocks >= tier.capacity:
+            left = (self._rates.counts(("dropped", number)),)
+            victim = self._rates.rate(left, number, prior=0.0)
+        gain_s = 0.0 if kept else -read.latency_s * self._rates.rate(pieces[0][2], number)
+        most_s = 0.0
+        for start, stop, classes in pieces:
+            first = max(start, kept)
+            if first >= stop:
+                continue
+            count = 1 if stop == ALL else stop - first
+            saved_s = max(0.0, costs.prefill_s(first + count // 2) - move_s)
+            rate = self._rates.rate(classes, number)
+            gain_s += count * ((rate - victim) * saved_s - move_s)
+            if gain_s > most_s:
+                most_s, wanted = gain_s, stop
+        return wanted
+
+
+PLACEMENTS: dict[str, Callable[[Sequence[Tier], int], Placement]] = {
+    made.name: made for made in (Gain, WriteThrough, OnSecondUse, WriteBack)
+}
