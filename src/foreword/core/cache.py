@@ -6,7 +6,7 @@ caller, who tells what came of them: `Copy` as filled, each `Load` as loaded or 
 as stored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
@@ -44,7 +44,7 @@ class KVCache:
         record_events: bool = False,
         tiers: Sequence[Tier] = (),
         policy: Policy = DEFAULT,
-        placement: Callable[[Sequence[Tier], int], Placement] = Gain,
+        placement: type[Placement] = Gain,
     ) -> None:
         self.block_size = block_size
         self.policy = policy

@@ -5,7 +5,7 @@ decides whether KV is right, only where it is kept.
 """
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from foreword.core.block import BlockHash
@@ -178,6 +178,6 @@ class Gain(Placement):
         return wanted
 
 
-PLACEMENTS: dict[str, Callable[[Sequence[Tier], int], Placement]] = {
+PLACEMENTS: dict[str, type[Placement]] = {
     made.name: made for made in (Gain, WriteThrough, OnSecondUse, WriteBack)
 }

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from foreword.core.cost import StepCost, TierCost
+from foreword.core.place import Placement, WriteThrough
 from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
 from foreword.core.waiting import ARRIVAL
@@ -35,6 +36,7 @@ class WorkerShape:
     reuse: bool = True
     policy: Policy = DEFAULT
     order: str = ARRIVAL
+    placement: type[Placement] = WriteThrough
 
     def of_blocks(self, num_tokens: int) -> "WorkerShape":
         """The same worker with blocks of so many tokens."""

@@ -61,6 +61,7 @@ def _row(finding: Finding, ceiling: Tally, block_bytes: int | None) -> Row:
     outcome, total = finding.outcome, finding.outcome.total
     row: Row = {
         "policy": outcome.setting.policy,
+        "store": outcome.setting.store if len(outcome.tiers) > 1 else "",
         **{
             name: ENDLESS if size is UNLIMITED else size
             for name, size in zip(SIZES, outcome.setting.blocks, strict=False)

@@ -7,7 +7,9 @@ the cache wants done is done at once: there is no clock.
 from dataclasses import dataclass, field, replace
 
 from foreword.core.cache import KVCache, Refusal
+from foreword.core.cost import StepCost, TierCost
 from foreword.core.lease import Copy, Lease, Load, Store
+from foreword.core.place import PLACEMENTS, PlaceCosts, WriteThrough
 from foreword.core.policies import POLICIES
 from foreword.core.policy import FIFO
 from foreword.core.tier import Tier
@@ -22,6 +24,9 @@ LASTING = ("disk",)  # what a restart finds again
 OPT = "opt"
 PLAIN_FIFO = "fifo"
 LEAF_FIFO = "leaf-fifo"
+# Without a clock, to load a block or to store it is taken to cost this share of computing it.
+MOVE_SHARE = 0.1
+_MOVE = TierCost(0.0, 1 / MOVE_SHARE)  # of tokens of a byte
 # The core's fifo goes by its name in full here, beside the plain one.
 CORE_POLICIES = {
     **{name: one for name, one in POLICIES.items() if one is not FIFO},
@@ -31,15 +36,18 @@ CORE_POLICIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A cache to try: how many blocks each of TIERS holds, the device's from 1; UNLIMITED: all."""
+    """A cache to try: how many blocks each of TIERS holds, the device's from 1; UNLIMITED: all.
+    `store`: what goes below the device."""
 
     policy: str
     blocks: tuple[int | None, ...]
+    store: str = WriteThrough.name
 
     def __str__(self) -> str:
-        """As it is written on a command line: lru@1000+5000+30000."""
+        """As it is written on a command line: lru@1000+5000+30000:gain."""
         sizes = (ENDLESS if size is UNLIMITED else str(size) for size in self.blocks)
-        return f"{self.policy}@{'+'.join(sizes)}"
+        store = "" if self.store == WriteThrough.name else f":{self.store}"
+        return f"{self.policy}@{'+'.join(sizes)}{store}"
 
     @property
     def bound(self) -> "Setting":
@@ -214,4 +222,15 @@ class CoreTrial(Trial):
 
     def _started(self) -> KVCache:
         num_slots = self.room[0] + (self.id_tokens > 1)
-        return KVCache(num_slots, self.block_size, tiers=self._tiers, policy=self._policy)
+        cache = KVCache(
+            num_slots,
+            self.block_size,
+            tiers=self._tiers,
+            policy=self._policy,
+            placement=PLACEMENTS[self.outcome.setting.store],
+        )
+        costs = PlaceCosts(
+            StepCost(1.0), (_MOVE,) * len(self._tiers), self.block_size, self.block_size
+        )
+        cache.lower.placement.costs = costs
+        return cache

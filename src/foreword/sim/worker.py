@@ -12,6 +12,7 @@ from foreword.core.block import Chain
 from foreword.core.cache import KVCache
 from foreword.core.cost import StepWork
 from foreword.core.lease import Load, Probe, Store
+from foreword.core.place import PlaceCosts
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.tier import Tier
 from foreword.sim.journey import Journey, Sample
@@ -63,7 +64,12 @@ class Worker:
                 Tier(room.num_blocks, shared=room.shared, policy=policy) for room in shape.tiers
             ],
             policy=policy,
+            placement=shape.placement,
         )
+        if shape.cost.prefill_s(1):  # else its engine has learnt no costs
+            reads = tuple(room.cost for room in shape.tiers)
+            costs = PlaceCosts(shape.cost, reads, shape.block_bytes, shape.block_size)
+            self.cache.lower.placement.costs = costs
         self.scheduler: Scheduler[Sample] = Scheduler(
             self.cache,
             shape.max_num_seqs,
@@ -131,6 +137,7 @@ class Worker:
         self._inbox.clear()
         self._take_loads(now_s)
         step = self._schedule()
+        self._perform()
         for load in step.loads:
             self._load(load, now_s)
         self.count.most_waiting = max(self.count.most_waiting, len(self.scheduler.waiting))
