@@ -7,9 +7,9 @@ load is reported, and a tier that loses nothing holds no block without its paren
 
 import pytest
 
-from foreword.core.cost import StepCost, TierCost
+from foreword.core.cost import Costs, StepCost, TierCost
 from foreword.core.lease import Drop, Load, Probe, Store
-from foreword.core.place import PLACEMENTS, PlaceCosts
+from foreword.core.place import PLACEMENTS
 from foreword.core.request import Hints
 from foreword.core.tier import Kept, Tier
 from laws import check_tier
@@ -68,7 +68,7 @@ class TieredWorld(World):
         """Where a load costs a few times less, or more, than to compute the same."""
         draw = self.random.uniform
         reads = tuple(TierCost(draw(0, 3), draw(0.5, 100)) for _ in self.places)
-        return PlaceCosts(StepCost(1.0), reads, self.block_size, self.block_size)
+        return Costs.known(StepCost(1.0), reads, self.block_size, self.block_size)
 
     @property
     def awaits_tiers(self):

@@ -29,7 +29,8 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
         port = 1001
         name = "of the file"
         dtype = "float32"
-        no-prefix-caching = true
+        json = true
+        policy = ["evict=fifo", "store=write-back"]
         cors-origins = ["https://a.example", "https://b.example"]
         max-model-len = 77
         """
@@ -39,7 +40,13 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("FOREWORD_NAME", "of the environment")
     args = settings("--port 1003")
     assert (args.port, args.name, args.dtype) == (1003, "of the environment", "float32")
-    assert args.no_prefix_caching is True
+    assert args.json is True
+    assert args.policy == {
+        "evict": "fifo",
+        "store": "write-back",
+        "order": "arrival",
+        "reuse": "on",
+    }
     assert args.max_model_len == 77
     assert args.cors_origins == ("https://a.example", "https://b.example")
 
@@ -56,10 +63,10 @@ def test_a_file_named_by_a_flag_wins_over_one_of_the_environment(
 
 
 def test_switches_can_be_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("no-prefix-caching = false")
-    assert settings(f"--config {file}").no_prefix_caching is False
-    monkeypatch.setenv("FOREWORD_NO_PREFIX_CACHING", "1")
-    assert settings().no_prefix_caching is True
+    file.write_text("json = false")
+    assert settings(f"--config {file}").json is False
+    monkeypatch.setenv("FOREWORD_JSON", "1")
+    assert settings().json is True
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,8 @@ def test_switches_can_be_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("prot = 1", "prot is no setting; did you mean port?"),
         ("port = 70000", "'70000' is no port"),
         ("port = true", "port is True"),
-        ("no-prefix-caching = 1", "true or false"),
+        ("json = 1", "true or false"),
+        ("policy = 'evict=best'", "there is no evict=best; it may be lru, fifo"),
         ("port = {a = 1}", "port is {'a': 1}"),
         ("config = 'other.toml'", "config is no setting"),
         ("dtype = 'float16'", "bfloat16"),
@@ -90,7 +98,8 @@ def test_a_fault_in_the_file_is_named(file: Path, text: str, words: str) -> None
     [
         ("FOREWORD_PROT", "1", "FOREWORD_PROT is no setting; did you mean FOREWORD_PORT?"),
         ("FOREWORD_PORT", "x", "the environment: argument --port: 'x' is no port"),
-        ("FOREWORD_NO_PREFIX_CACHING", "maybe", "true or false"),
+        ("FOREWORD_JSON", "maybe", "true or false"),
+        ("FOREWORD_POLICY", "reuse", "there is no reuse=; it may be on, off"),
     ],
 )
 def test_a_fault_in_the_environment_is_named(

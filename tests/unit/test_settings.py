@@ -76,7 +76,8 @@ def test_flags_default_to_the_engine_s_own() -> None:
 def test_every_flag_reaches_the_engine() -> None:
     line = (
         "--model here --name there --device cuda:1 --dtype float32 --max-model-len 100 "
-        "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --no-prefix-caching --threads 7 "
+        "--kv-bytes 3GB --max-num-seqs 5 --max-queue 6 --exact off --threads 7 "
+        "--policy evict=fifo,store=on-second-use,reuse=off "
         "--host-bytes 2MB --disk 3MB:there"
     )
     assert engine_settings(cli.command_parser("serve").parse_args(line.split())) == EngineSettings(
@@ -90,6 +91,8 @@ def test_every_flag_reaches_the_engine() -> None:
         max_queue=6,
         exact=False,
         prefix_caching=False,
+        evict="fifo",
+        store="on-second-use",
         num_threads=7,
         host_bytes=2_000_000,
         disk_bytes=3_000_000,
@@ -117,6 +120,9 @@ def test_more_pool_than_memory_is_refused() -> None:
         ("--disk 10GiB:", "names no folder"),
         ("--thread 2", "did you mean --threads?"),
         ("smollm2", "did you mean --model smollm2?"),
+        ("--policy lru", "rules are evict, store, order, reuse"),
+        ("--policy store=all", "no store=all; it may be gain, write-through, on-second-use"),
+        ("--policy reuse=on,reuse=off", "reuse is given twice: as on and off"),
         ("--nothing-like-it", "unrecognized arguments: --nothing-like-it (see"),
         ("--cors-origins example.org/page", "no origin"),
         ("--exact always", "auto"),

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     flags += ["--kv-bytes", str(args.kv_bytes), "--max-queue", str(max(256, args.streams))]
     flags += ["--disk", "0"]
     result: dict[str, Any] = {"requests": args.requests, "streams": args.streams}
-    for name, more in (("cache", []), ("no_cache", ["--no-prefix-caching"])):
+    for name, more in (("cache", []), ("no_cache", ["--policy", "reuse=off"])):
         with server(*flags, *more) as (client, model):
             result[name] = _load(client, model, args)
     on, off = result["cache"], result["no_cache"]

@@ -112,7 +112,7 @@ def _below(args: argparse.Namespace, prompts: Prompts, flags: list[str]) -> dict
     room = ["--kv-bytes", str(_kv_bytes(args, prompts, flags))]
     prefixes = [prompts.prefix() for _ in range(args.rounds)]
     asked = [prompts.warm(prefix, 1) for prefix in prefixes]
-    with server(*flags, "--no-prefix-caching") as (client, model):
+    with server(*flags, "--policy", "reuse=off") as (client, model):
         truth = [Answer(client, model, prompt).text for prompt in asked]
     with tempfile.TemporaryDirectory(prefix="foreword-bench-") as folder:
         room += ["--disk", f"4GiB:{folder}"]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from foreword.cli.failure import Failure
+from foreword.cli.policies import add_policy_flag
 from foreword.engine.settings import KINDS, EngineSettings, check_quantisation
 from foreword.store.files import kv_folder
 
@@ -54,7 +55,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "off"),
         help="auto: reuse changes no bit of an answer, where this machine can promise it",
     )
-    parser.add_argument("--no-prefix-caching", action="store_true", help="reuse nothing")
+    add_policy_flag(parser)
     parser.add_argument(
         "--threads",
         type=count,
@@ -155,7 +156,10 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         max_num_seqs=args.max_num_seqs,
         max_queue=args.max_queue,
         exact=args.exact == "auto",
-        prefix_caching=not args.no_prefix_caching,
+        prefix_caching=args.policy["reuse"] == "on",
+        evict=args.policy["evict"],
+        store=args.policy["store"],
+        order=args.policy["order"],
         num_threads=args.threads,
         quantise=quantise,
     )

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
-from foreword.core.cost import Costs
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Copy, Lease, Load, Probe

@@ -4,6 +4,7 @@ A token's prefill has a part of its own (the weights) and one for each token bef
 What a tier takes is a latency, and a time for each byte asked of it that has not come.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -260,6 +261,14 @@ class Costs:
     tiers: Sequence[TierFit] = ()
     step: StepCost | None = None
 
+    @classmethod
+    def known(
+        cls, step: StepCost, reads: Sequence[TierCost], block_size: int, block_bytes: int
+    ) -> "Costs":
+        """What is known without measuring, each tier read a block at a time."""
+        fits = [TierFit(read, block_bytes) for read in reads]
+        return cls(block_size, block_bytes, sys.maxsize, fits, step)
+
     def compute_s(self, start: int, stop: int) -> float:
         """Seconds to prefill tokens `start` to `stop` of a prompt, a chunk in each step."""
         num_tokens = stop - start
@@ -274,3 +283,10 @@ class Costs:
             + num_steps * self.step.per_step_s
             + early * self.step.per_early_token_s
         )
+
+    def block_s(self, at: int) -> float:
+        """Seconds to compute block `at` of a prompt, in a step that is run anyway."""
+        if self.step is None:
+            return 0.0
+        pairs = num_pairs(self.block_size, at * self.block_size)
+        return self.block_size * self.step.per_token_s + pairs * self.step.per_pair_s

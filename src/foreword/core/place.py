@@ -6,31 +6,14 @@ decides whether KV is right, only where it is kept.
 
 import sys
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from foreword.core.block import BlockHash
-from foreword.core.cost import StepCost, TierCost, num_pairs
+from foreword.core.cost import Costs
 from foreword.core.lease import Lease
 from foreword.core.reuse import Counts, ReuseRates, Source
 from foreword.core.tier import Tier
 
 ALL = sys.maxsize
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceCosts:
-    """Seconds, as far as they are known: of computing, and of reading from each tier. Writing is
-    taken to cost what reading does."""
-
-    step: StepCost
-    reads: tuple[TierCost | None, ...]
-    block_bytes: int
-    block_tokens: int
-
-    def prefill_s(self, at: int) -> float:
-        """To compute block `at` of a prompt, in a step that is run anyway."""
-        size = self.block_tokens
-        return size * self.step.per_token_s + num_pairs(size, at * size) * self.step.per_pair_s
 
 
 class Placement:
@@ -41,7 +24,7 @@ class Placement:
 
     def __init__(self, tiers: Sequence[Tier], num_blocks: int) -> None:
         self.tiers = tiers
-        self.costs: PlaceCosts | None = None
+        self.costs: Costs | None = None  # None: nothing is known of them
 
     def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
         """How many leading blocks each tier is to have of a request that was just admitted, those
@@ -154,9 +137,9 @@ class Gain(Placement):
         """How many leading blocks have the greatest sum of gains in a tier, beyond those that it
         keeps already."""
         costs, tier = self.costs, self.tiers[number]
-        read = costs.reads[number] if costs else None
-        if costs is None or read is None:
+        if costs is None or costs.step is None:
             return ALL
+        read = costs.tiers[number].cost
         wanted = kept = lease.num_stored[number]
         move_s = read.load_s(costs.block_bytes) - read.latency_s
         victim = 0.0
@@ -170,7 +153,7 @@ class Gain(Placement):
             if first >= stop:
                 continue
             count = 1 if stop == ALL else stop - first
-            saved_s = max(0.0, costs.prefill_s(first + count // 2) - move_s)
+            saved_s = max(0.0, costs.block_s(first + count // 2) - move_s)
             rate = self._rates.rate(classes, number)
             gain_s += count * ((rate - victim) * saved_s - move_s)
             if gain_s > most_s:

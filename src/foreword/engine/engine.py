@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 
 from foreword.core.block import Chain
-from foreword.core.cache import KVCache
 from foreword.core.errors import EngineBusy, EngineStopped, RequestFailed
 from foreword.core.events import Publish
 from foreword.core.identity import Identity
@@ -36,7 +35,7 @@ from foreword.engine.settings import BLOCK_SIZE, EngineSettings
 from foreword.engine.stats import Counts
 from foreword.engine.stream import Letter, Stream, put, settle
 from foreword.engine.text import Text
-from foreword.engine.tiers import costs_of, open_stores, tier_of
+from foreword.engine.tiers import open_cache, open_stores
 from foreword.engine.transfer import Transfer
 
 log = logging.getLogger("foreword.engine")
@@ -60,13 +59,7 @@ class TorchEngine:
         num_blocks = runner.kv.num_blocks
         self._wake = threading.Condition()
         stores = self.stores_of(settings, model.block_bytes(BLOCK_SIZE), self.identity)
-        self.cache = KVCache(
-            num_blocks,
-            BLOCK_SIZE,
-            reuse=settings.prefix_caching,
-            tiers=[tier_of(store) for store in stores],
-        )
-        self.cache.lower.costs = costs_of(stores, model.block_bytes(BLOCK_SIZE), settings)
+        self.cache = open_cache(settings, num_blocks, model.block_bytes(BLOCK_SIZE), stores)
         step_blocks = settings.max_prefill_tokens // BLOCK_SIZE
         self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
         for number, store in enumerate(stores):

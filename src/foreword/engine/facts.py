@@ -27,7 +27,9 @@ def banner(
         **weights,
         "context": f"{card.max_model_len:,} tokens",
         "KV pool": f"{num_blocks * block_size:,} tokens, {size:,.0f} MiB",
-        "reuse": "on" if settings.prefix_caching else "off",
+        "reuse": f"on: evict {settings.evict}, store {settings.store}, order {settings.order}"
+        if settings.prefix_caching
+        else "off",
         **tiers,
         "exact": f"{'yes' if exactness[0] else 'no'}: {exactness[1]}",
     }
@@ -59,4 +61,6 @@ def for_replay(
         "max_batch_tokens": settings.max_batch_tokens,
         "max_prefill_tokens": settings.max_prefill_tokens,
         "reuse": settings.prefix_caching,
+        "evict": settings.evict,
+        "store": settings.store,
     }

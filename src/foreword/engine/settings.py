@@ -26,6 +26,9 @@ class EngineSettings:
     max_prefill_tokens: int = 2048  # of one step while nothing decodes
     exact: bool = True
     prefix_caching: bool = True
+    evict: str = "lru"  # which block leaves first: of core.policy.POLICIES
+    store: str = "gain"  # what goes below the device: of core.place.PLACEMENTS
+    order: str = "arrival"  # who is admitted next
     num_threads: int | None = None  # None: torch's own choice
     quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
 

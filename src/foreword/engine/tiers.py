@@ -1,10 +1,14 @@
-"""The tiers below the device that the settings ask for."""
+"""The cache that the settings ask for, and the tiers below the device."""
 
 import logging
 from collections.abc import Sequence
 
+from foreword.core.cache import KVCache
 from foreword.core.cost import Costs, TierCost, TierFit
 from foreword.core.identity import Identity
+from foreword.core.place import PLACEMENTS
+from foreword.core.policies import POLICIES
+from foreword.core.policy import Policy
 from foreword.core.tier import Tier
 from foreword.engine.settings import BLOCK_SIZE, EngineSettings
 from foreword.engine.staging import CELL_BYTES
@@ -42,6 +46,23 @@ def open_stores(settings: EngineSettings, kv_bytes: int, identity: Identity) -> 
     return stores
 
 
+def open_cache(
+    settings: EngineSettings, num_blocks: int, kv_bytes: int, stores: Sequence[KVStore]
+) -> KVCache:
+    """The core, ruled by the policies that the settings name. A block of KV has so many bytes."""
+    policy = POLICIES[settings.evict]
+    cache = KVCache(
+        num_blocks,
+        BLOCK_SIZE,
+        reuse=settings.prefix_caching,
+        tiers=[tier_of(store, policy) for store in stores],
+        policy=policy,
+        placement=PLACEMENTS[settings.store],
+    )
+    cache.lower.costs = cache.lower.placement.costs = costs_of(stores, kv_bytes, settings)
+    return cache
+
+
 def costs_of(stores: Sequence[KVStore], kv_bytes: int, settings: EngineSettings) -> Costs:
     """What is expected of the stores before anything is measured. Of the steps nothing is known."""
     size = record_bytes(BLOCK_SIZE, kv_bytes)
@@ -50,8 +71,8 @@ def costs_of(stores: Sequence[KVStore], kv_bytes: int, settings: EngineSettings)
     return Costs(BLOCK_SIZE, size, settings.max_prefill_tokens, fits)
 
 
-def tier_of(store: KVStore) -> Tier:
+def tier_of(store: KVStore, policy: Policy) -> Tier:
     """The core's view of a store, with what was found in it."""
-    tier = Tier(store.capacity, shared=store.shared)
+    tier = Tier(store.capacity, shared=store.shared, policy=policy)
     tier.restore((entry.block_hash, entry.parent) for entry in store.entries())
     return tier

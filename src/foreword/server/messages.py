@@ -4,6 +4,7 @@ from typing import Any
 
 from foreword.server.errors import ApiError
 from foreword.server.fields import Fields, json_in, shown, wrong_type
+from foreword.server.hints import MARKS, check_mark
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_NAME_CHARACTERS = 64
@@ -18,10 +19,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+def parse_messages(messages: Any) -> list[dict[str, Any]]:
     """Each with a role, and content that is text; `developer` is read as `system`. The arguments of
     tool calls are objects, as templates want them."""
-    messages = fields.required("messages")
     if not isinstance(messages, list):
         raise wrong_type("messages", "a list of messages", messages)
     if not messages:
@@ -40,6 +40,7 @@ def _message(path: str, value: Any) -> dict[str, Any]:
             f"'{path}.role' is {shown(role)}; this server takes {known}.", f"{path}.role"
         )
     fields.only(known_fields(role), unsupported_fields(role))
+    check_mark(fields)
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if "name" in fields:
         message["name"] = fields.text("name", "", MAX_NAME_CHARACTERS)
@@ -56,7 +57,7 @@ def _message(path: str, value: Any) -> dict[str, Any]:
 
 def known_fields(role: str) -> tuple[str, ...]:
     own = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
-    return ("role", "content", "name", *own)
+    return ("role", "content", "name", *own, *MARKS)
 
 
 def unsupported_fields(role: str) -> dict[str, tuple[Any, ...]]:
@@ -107,7 +108,8 @@ def _content(path: str, value: Any) -> str:
                 "unsupported_value",
             )
         fields = Fields(part, here)
-        fields.only(("type", "text"), {})
+        fields.only(("type", "text", *MARKS), {})
+        check_mark(fields)
         text = fields.required("text")
         if not isinstance(text, str):
             raise wrong_type(f"{here}.text", "a string", text)

@@ -7,12 +7,14 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from foreword.core.request import Engine, Request, SamplingParams, ToolStyle
 from foreword.server.errors import ApiError
 from foreword.server.fields import Fields, parse_object, shown, wrong_type
 from foreword.server.formats import response_grammar
+from foreword.server.hints import FIELDS, Render, parse_hints
 from foreword.server.messages import parse_messages
 from foreword.server.tools import Tools, parse_tools, told
 
@@ -47,14 +49,14 @@ INTEGERS: dict[str, tuple[int | None, int, int]] = {
     "prompt_logprobs": (None, 0, 20),
 }
 
-# What an answer does not depend on: `user` and its like name the sender, `metadata` is for stored
-# answers, `prompt_cache_key` is advice to a fleet.
-IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")
+# What nothing depends on: `user` and its like name the sender, `metadata` is for stored answers.
+IGNORED = ("user", "safety_identifier", "metadata")
 COMMON = (
     *("model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p", "seed"),
     *("stop", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "cache_salt"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs"),
     *IGNORED,
+    *FIELDS,
 )
 KNOWN: dict[Kind, tuple[str, ...]] = {
     "chat": (
@@ -77,8 +79,6 @@ UNSUPPORTED: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "verbosity": (),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
     },
     "text": {
         "best_of": (1,),
@@ -119,10 +119,12 @@ def parse(engine: Engine, kind: Kind, raw: bytes, tenant: str = "") -> Call:
     if stream and sampling["prompt_logprobs"] is not None:
         raise ApiError("'prompt_logprobs' come with a whole answer only.", "prompt_logprobs")
     style, tools = engine.card.tool_style or "tagged", Tools()
+    render: Render | None = None
     if kind == "chat":
         tools = parse_tools(fields)
         sampling["grammar"] = _grammar(engine, fields, tools.grammar(style), sampling)
         prompts = [chat_prompt(engine, fields, tools)]
+        render = partial(_rendered, engine, tools)
     else:
         prompts = _text_prompts(engine, fields, MAX_N // n)
     call_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
@@ -137,7 +139,8 @@ def parse(engine: Engine, kind: Kind, raw: bytes, tenant: str = "") -> Call:
             )
         request_id = f"{call_id}-{at}" if len(prompts) > 1 else call_id
         params = SamplingParams(max_tokens, **sampling)
-        requests.append(Request(request_id, tuple(prompt), params, n, salt))
+        hints = parse_hints(fields, prompt, render)
+        requests.append(Request(request_id, tuple(prompt), params, n, salt, hints))
     return Call(
         kind, engine.card.name, call_id, tuple(requests), stream, include_usage, tools, style
     )
@@ -310,7 +313,11 @@ def _grammar(engine: Engine, fields: Fields, call_grammar: str, sampling: Mappin
 
 
 def chat_prompt(engine: Engine, fields: Fields, tools: Tools) -> list[int]:
-    messages = parse_messages(fields)
+    return _rendered(engine, tools, fields.required("messages"))
+
+
+def _rendered(engine: Engine, tools: Tools, chat: Any) -> list[int]:
+    messages = parse_messages(chat)
     if engine.card.tool_style is None:
         return engine.encode_chat(told(messages, tools))
     return engine.encode_chat(messages, tools.definitions)

@@ -7,7 +7,7 @@ refused for such a reason.
 from collections.abc import Mapping
 
 from foreword.core.request import ModelCard
-from foreword.server import messages, openai, tokens
+from foreword.server import hints, messages, openai, tokens
 from foreword.server.openai import Kind
 from foreword.server.schema import (
     COUNT,
@@ -72,7 +72,7 @@ def _request(kind: Kind, card: ModelCard) -> Schema:
     required = {"model": ref("ModelName"), **first}
     needs = {"stream_options": "stream"} | ({"top_logprobs": "logprobs"} if kind == "chat" else {})
     return {
-        **body(required, **_common_fields(kind, card), **own, **ignored, **neutral),
+        **body(required, **_common_fields(kind, card), **own, **_hints(), **ignored, **neutral),
         "dependentSchemas": {name: _unless_null(name, other) for name, other in needs.items()},
     }
 
@@ -127,6 +127,43 @@ def _common_fields(kind: Kind, card: ModelCard) -> dict[str, Schema]:
         },
         "ignore_eos": flag("Go on after the end token, up to max_tokens."),
     }
+
+
+def _hints() -> dict[str, Schema]:
+    """None of them changes an answer."""
+    count = {**COUNT, "maximum": hints.INT64_MAX}
+    stable = {**count, "description": "Others start with so many of its tokens too, and no more."}
+    most = {**count, "description": "Only so many leading tokens go below the device."}
+    kept = {"enum": [*hints.RETENTIONS_S], "description": "in_memory: 5 minutes from its last use."}
+    mode = {"enum": [*hints.MODES], "description": "explicit without a mark: nothing is kept."}
+    return {
+        "prompt_cache_key": {
+            **STRING,
+            **{"minLength": 1, "maxLength": hints.MAX_KEY_CHARACTERS},
+            "description": "Names what prompts start with, a document say: what is reused of it "
+            "is learnt apart.",
+        },
+        "prompt_cache_retention": kept,
+        "prompt_cache_options": body({}, mode=mode, ttl=_ttl()),
+        "stable_prefix_tokens": stable,
+        "kv_transfer_params": body({}, max_offload_tokens=most),
+        "cache": body({}, **{"no-store": flag("Nobody reuses what is computed for it.")}),
+        "cache_control": _mark_fields()["cache_control"],
+    }
+
+
+def _mark_fields() -> dict[str, Schema]:
+    said = "What comes before its end is asked for again, within the time."
+    control = body({"type": {"const": "ephemeral"}}, ttl=_ttl())
+    mark = body({}, mode={"enum": ["explicit"]}, ttl=_ttl())
+    return {
+        "cache_control": {**control, "description": said},
+        "prompt_cache_breakpoint": {**mark, "description": said},
+    }
+
+
+def _ttl() -> Schema:
+    return {"enum": [*hints.TTLS_S], "description": "From its last use."}
 
 
 def _chat_fields() -> dict[str, Schema]:
@@ -191,7 +228,7 @@ def _chat() -> Schema:
 
 def _messages() -> list[Schema]:
     """One for each kind of message; an assistant's may have calls and then needs no content."""
-    part = body({"type": {"const": "text"}, "text": STRING})
+    part = body({"type": {"const": "text"}, "text": STRING}, **_mark_fields())
     content = any_of(STRING, list_of(part), description="Parts are joined by line breaks.")
     name = {**STRING, "minLength": 1, "maxLength": messages.MAX_NAME_CHARACTERS}
     call_id = {**STRING, "minLength": 1, "maxLength": messages.MAX_ID_CHARACTERS}
@@ -206,7 +243,8 @@ def _messages() -> list[Schema]:
 
     def message(roles: list[str], required: Mapping[str, Schema], **optional: Schema) -> Schema:
         spare = neutral_only(messages.unsupported_fields(roles[0]))
-        return body({"role": {"enum": roles}, **required}, name=name, **optional, **spare)
+        marks = _mark_fields()
+        return body({"role": {"enum": roles}, **required}, name=name, **optional, **spare, **marks)
 
     plain = [role for role in messages.ROLES if role not in ("assistant", "tool")]
     return [

@@ -7,9 +7,9 @@ the cache wants done is done at once: there is no clock.
 from dataclasses import dataclass, field, replace
 
 from foreword.core.cache import KVCache, Refusal
-from foreword.core.cost import StepCost, TierCost
+from foreword.core.cost import Costs, StepCost, TierCost
 from foreword.core.lease import Copy, Lease, Load, Store
-from foreword.core.place import PLACEMENTS, PlaceCosts, WriteThrough
+from foreword.core.place import PLACEMENTS, WriteThrough
 from foreword.core.policies import POLICIES
 from foreword.core.policy import FIFO
 from foreword.core.tier import Tier
@@ -229,8 +229,8 @@ class CoreTrial(Trial):
             policy=self._policy,
             placement=PLACEMENTS[self.outcome.setting.store],
         )
-        costs = PlaceCosts(
-            StepCost(1.0), (_MOVE,) * len(self._tiers), self.block_size, self.block_size
+        reads = (_MOVE,) * len(self._tiers)
+        cache.lower.placement.costs = Costs.known(
+            StepCost(1.0), reads, self.block_size, self.block_size
         )
-        cache.lower.placement.costs = costs
         return cache

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
-from foreword.core.cost import StepWork
+from foreword.core.cost import Costs, StepWork
 from foreword.core.lease import Load, Probe, Store
-from foreword.core.place import PlaceCosts
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.tier import Tier
 from foreword.sim.journey import Journey, Sample
@@ -68,8 +67,9 @@ class Worker:
         )
         if shape.cost.prefill_s(1):  # else its engine has learnt no costs
             reads = tuple(room.cost for room in shape.tiers)
-            costs = PlaceCosts(shape.cost, reads, shape.block_bytes, shape.block_size)
-            self.cache.lower.placement.costs = costs
+            self.cache.lower.placement.costs = Costs.known(
+                shape.cost, reads, shape.block_size, shape.block_bytes
+            )
         self.scheduler: Scheduler[Sample] = Scheduler(
             self.cache,
             shape.max_num_seqs,

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.core.cost import StepCost, TierCost
+from foreword.core.place import PLACEMENTS, WriteThrough
+from foreword.core.policy import LRU, POLICIES
 from foreword.sim.formats.fields import count, mapping, number, objects, text
 from foreword.sim.formats.reading import Format, Reader, Reading
 from foreword.sim.ids import OWN_MAX
@@ -149,6 +151,8 @@ def _engine(run: Mapping[str, Any], costs: Mapping[str, Any]) -> LoggedEngine:
         max_batch_tokens=count(run, "max_batch_tokens"),
         max_prefill_tokens=count(run, "max_prefill_tokens"),
         reuse=bool(run.get("reuse")),
+        policy=POLICIES.get(text(run, "evict"), LRU),  # a log may be older than its words
+        placement=PLACEMENTS.get(text(run, "store"), WriteThrough),
     )
     room = (shape.num_blocks, shape.block_size, shape.max_num_seqs, shape.max_batch_tokens)
     if not (all(room) and shape.max_prefill_tokens):
