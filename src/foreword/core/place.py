@@ -69,7 +69,8 @@ class WriteBack(Placement):
 # Of a request's blocks: first and end of some that are alike, and the classes that they are of.
 _Piece = tuple[int, int, tuple[Counts, ...]]
 _FROM_START = (4, 16, 64, 256)  # new blocks, where pieces end
-_FROM_END = (8, 4, 2, 1)
+_FROM_END = (8, 4, 2, 1, 0)
+_USED, _ANSWER = ("used",), ("answer",)
 
 
 class Gain(Placement):
@@ -112,25 +113,23 @@ class Gain(Placement):
         """What was used before; what is new, by how far it is from both its ends; the answer."""
         stop = len(lease.chain.hashes)
         num_new = stop - num_used
-        ends = [num_used + edge for edge in _FROM_START if edge < num_new - _FROM_END[0]]
-        ends += [stop - edge for edge in (*_FROM_END, 0) if edge < num_new]
+        ends = [(num_used + at, at) for at in _FROM_START if at < num_new - _FROM_END[0]]
+        ends += [(stop - at, -at) for at in _FROM_END if at < num_new]
         kind = "appended" if num_used else "opening"
-        pieces = [(0, num_used, self._classes(lease, ("used",)))] if num_used else []
+        pieces = [(0, num_used, self._classes(lease, _USED))] if num_used else []
         first = num_used
-        for number, end in enumerate(ends):
-            at = min(number, len(ends) - number + len(_FROM_START))
-            classes = self._classes(lease, (kind, at), num_new.bit_length() // 2)
-            pieces.append((first, end, classes))
+        for end, at in ends:
+            pieces.append((first, end, self._classes(lease, (kind, at), num_new.bit_length() // 2)))
             first = end
-        pieces.append((stop, ALL, self._classes(lease, ("answer",))))
+        pieces.append((stop, ALL, self._classes(lease, _ANSWER)))
         return pieces
 
     def _classes(self, lease: Lease, segment: Hashable, size: int = 0) -> tuple[Counts, ...]:
-        """From all blocks to those of this segment, tenant and document."""
-        keys: tuple[Hashable, ...] = ((), segment, (segment, size), (lease.chain.root, segment))
-        document = lease.hints.prompt_cache_key
-        if document:
-            keys = (*keys, (lease.chain.root, segment, document))
+        """From all new blocks to those of this segment, tenant and document."""
+        root, document = lease.chain.root, lease.hints.prompt_cache_key
+        keys: list[Hashable] = [(segment, size), (root, segment), (root, segment, document)]
+        if segment != _USED:  # that others are not used says nothing of one that was
+            keys.insert(0, "new")
         return tuple([self._rates.counts(key) for key in keys])
 
     def _worth(self, lease: Lease, pieces: Sequence[_Piece], number: int) -> int:
@@ -150,8 +149,8 @@ class Gain(Placement):
         most_s = 0.0
         for start, stop, classes in pieces:
             first = max(start, kept)
-            if first >= stop:
-                continue
+            if first >= stop or (stop == ALL and wanted < start):
+                continue  # an answer that may be none is no reason to keep its prompt
             count = 1 if stop == ALL else stop - first
             saved_s = max(0.0, costs.block_s(first + count // 2) - move_s)
             rate = self._rates.rate(classes, number)
