@@ -14,7 +14,7 @@ ALL = SOURCES + [
     path for folder in ("tests", "tools", "bench") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
-CORE_LINES_MAX = 3000  # A newcomer reads the core in an hour.
+CORE_LINES_MAX = 4000  # Apart from policies; a newcomer reads the core in an hour (decision 13).
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70  # One screen.
 PARAMETERS_MAX = 7
@@ -85,7 +85,7 @@ def label(path: Path) -> str:
 
 
 def test_core_fits_in_an_hour() -> None:
-    num_lines = sum(len(path.read_text().splitlines()) for path in (SRC / "core").rglob("*.py"))
+    num_lines = sum(len(path.read_text().splitlines()) for path in (SRC / "core").glob("*.py"))
     assert 0 < num_lines <= CORE_LINES_MAX
 
 

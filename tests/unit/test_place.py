@@ -4,9 +4,9 @@ import pytest
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
-from foreword.core.cost import StepCost, TierCost
+from foreword.core.cost import Costs, StepCost, TierCost
 from foreword.core.lease import Copy, Load, Store
-from foreword.core.place import Gain, OnSecondUse, PlaceCosts, WriteBack, WriteThrough
+from foreword.core.place import Gain, OnSecondUse, WriteBack, WriteThrough
 from foreword.core.request import NO_HINTS, Hints
 from foreword.core.reuse import ReuseRates
 from foreword.core.tier import Tier
@@ -15,7 +15,7 @@ from laws import check_index, check_pool, check_tier
 ROOT = BlockHash(b"root" * 8)
 OTHER = BlockHash(b"tone" * 8)
 # Computing a block takes 2 s, and moving one 0.1 s.
-COSTS = PlaceCosts(StepCost(1.0), (TierCost(0.0, 10.0),), 1, 2)
+COSTS = Costs.known(StepCost(1.0), (TierCost(0.0, 10.0),), 2, 1)
 
 
 class Bench:
@@ -227,7 +227,7 @@ def test_tenants_and_documents_are_learnt_apart():
     [(0.0, 10.0, 4), (0.0, 0.4, 0), (9.0, 10.0, 0), (4.0, 10.0, 4)],
 )
 def test_a_tier_that_is_slower_than_computing_gets_nothing(latency_s, bytes_per_s, expected):
-    costs = PlaceCosts(StepCost(1.0), (TierCost(latency_s, bytes_per_s),), 1, 2)
+    costs = Costs.known(StepCost(1.0), (TierCost(latency_s, bytes_per_s),), 2, 1)
     assert Bench(Gain, costs=costs).run(fresh(1)) == expected
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from foreword.core.place import PLACEMENTS
 from foreword.core.policies import POLICIES
+from foreword.core.waiting import ORDERS
 
-ORDERS = ("arrival",)
 SWITCH = ("on", "off")
 # What there is to choose, the default first.
 CHOICES: Mapping[str, tuple[str, ...]] = {

@@ -69,6 +69,7 @@ class TorchEngine:
             settings.max_num_seqs,
             settings.max_batch_tokens,
             settings.max_prefill_tokens,
+            settings.order,
         )
         self._counts = Counts(self.cache.lower.costs)
         if num_blocks * BLOCK_SIZE < model.max_model_len:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from foreword.core.waiting import ARRIVAL
+
 BLOCK_SIZE = 16  # tokens
 KINDS = ("int4", "int8")  # of quantised weights
 
@@ -26,9 +28,9 @@ class EngineSettings:
     max_prefill_tokens: int = 2048  # of one step while nothing decodes
     exact: bool = True
     prefix_caching: bool = True
-    evict: str = "lru"  # which block leaves first: of core.policy.POLICIES
+    evict: str = "gittins"  # which block leaves first: of core.policies.POLICIES
     store: str = "gain"  # what goes below the device: of core.place.PLACEMENTS
-    order: str = "arrival"  # who is admitted next
+    order: str = ARRIVAL  # who is admitted next: of core.waiting.ORDERS
     num_threads: int | None = None  # None: torch's own choice
     quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
 

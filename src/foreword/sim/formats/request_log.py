@@ -14,7 +14,8 @@ from typing import Any
 
 from foreword.core.cost import StepCost, TierCost
 from foreword.core.place import PLACEMENTS, WriteThrough
-from foreword.core.policy import LRU, POLICIES
+from foreword.core.policies import POLICIES
+from foreword.core.policy import LRU
 from foreword.sim.formats.fields import count, mapping, number, objects, text
 from foreword.sim.formats.reading import Format, Reader, Reading
 from foreword.sim.ids import OWN_MAX
