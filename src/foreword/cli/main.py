@@ -56,6 +56,11 @@ COMMANDS = {
         True,
         "blocks from host memory and disk, beside memcpy and fio",
     ),
+    "bench schedule": (
+        "foreword.cli.bench_schedule",
+        True,
+        "trees of prompts in each order of waiting requests, in virtual time",
+    ),
     "verify": (
         "foreword.cli.verify_store",
         True,

@@ -7,7 +7,7 @@ no other has. They come as a batch, all known at the start, or one program after
 import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 from foreword.core.block import BlockHash
@@ -123,6 +123,15 @@ def arriving(
             reply = array("I", call.reply)
             trace.add(Record(len(ids), ids, 1, start_s, len(reply), reply))
     return trace, follows
+
+
+def one_by_one(trace: Trace, rate: float, draw: random.Random) -> Trace:
+    """The requests of a trace, in its order, each at random, `rate` a second."""
+    coming, now_s = Trace(trace.id_tokens), 0.0
+    for record in trace:
+        now_s += draw.expovariate(rate)
+        coming.add(replace(record, arrival_s=now_s))
+    return coming
 
 
 def most_hit_blocks(trace: Trace, block_size: int) -> tuple[int, int]:
