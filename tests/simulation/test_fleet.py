@@ -10,6 +10,7 @@ import pytest
 from foreword.core.cost import StepCost, TierCost
 from foreword.core.policies import DEFAULT
 from foreword.core.policy import LRU
+from foreword.core.waiting import ARRIVAL
 from foreword.sim.fleet import FleetRules, answers_before, play
 from foreword.sim.importer import read_trace
 from foreword.sim.replay import Rules, replay
@@ -91,7 +92,8 @@ def test_tiers_below_are_those_of_a_replay_without_a_clock(seed):
 def test_the_conversation_trace_is_that_without_a_clock():
     """Served one at a time at no cost: all that came together waits in the order of the trace."""
     with read_trace(shared("mooncake_fast25_conversation.jsonl.gz")) as trace:
-        timing = play(trace, WorkerShape(5637, FREE, 512, max_num_seqs=1, policy=LRU), FleetRules())
+        shape = WorkerShape(5637, FREE, 512, max_num_seqs=1, policy=LRU, order=ARRIVAL)
+        timing = play(trace, shape, FleetRules())
         assert [num_hits(timing)] == instant(trace, (5637,))
     assert timing.end_s == max(journey.sent_s for journey in timing.journeys)
 

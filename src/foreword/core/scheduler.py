@@ -18,7 +18,7 @@ from foreword.core.cost import StepWork
 from foreword.core.lease import Copy, Load, Probe
 from foreword.core.plan import ALONE, Present
 from foreword.core.sequence import Sequence
-from foreword.core.waiting import ARRIVAL, Waiting
+from foreword.core.waiting import LONGEST_PREFIX, Waiting
 
 _Sequence = TypeVar("_Sequence", bound=Sequence)
 
@@ -51,7 +51,7 @@ class Scheduler(Generic[_Sequence]):
         max_num_seqs: int,
         max_batch_tokens: int,
         max_prefill_tokens: int,
-        order: str = ARRIVAL,
+        order: str = LONGEST_PREFIX,
     ) -> None:
         self.cache = cache
         self.waiting: Waiting[_Sequence] = Waiting(cache, order)

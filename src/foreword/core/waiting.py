@@ -1,9 +1,9 @@
 """Waiting: the sequences that do not run yet, and in which order a step tries to admit them.
 
-`arrival` is first come, first served. `longest-prefix` takes those first whose prompts are known
-furthest; `depth-first` walks the tree of all prompts, which is for batches. The best order of a
-batch is that walk where the cache has room for the longest prompt, and longest prefix first is one
-(Zheng et al., arXiv 2312.07104, theorem 3.1).
+`arrival` is first come, first served. `longest-prefix`, the default, takes those first whose
+prompts are known furthest. `depth-first` walks the tree of all prompts and is for batches: no order
+hits more where the cache has room for the longest prompt (Zheng et al., arXiv 2312.07104, theorem
+3.1).
 
 Nobody is passed by more than MAX_PASSED that came later, but for what is admitted in steps in which
 it could not be: a tier had not answered, or another lease was computing its next block. In
@@ -38,7 +38,7 @@ _Sequence = TypeVar("_Sequence", bound=Sequence)
 class Waiting(Generic[_Sequence]):
     """What was preempted and what a prompt was computed for return before all others."""
 
-    def __init__(self, cache: KVCache, order: str = ARRIVAL) -> None:
+    def __init__(self, cache: KVCache, order: str = LONGEST_PREFIX) -> None:
         assert order in ORDERS
         self._cache = cache
         self._order = order
@@ -105,11 +105,12 @@ class Waiting(Generic[_Sequence]):
         return list(dict.fromkeys(overdue + others))[:WINDOW]
 
     def _sweep(self) -> list[_Sequence]:
-        """From where the sweep is on, as far as all prompts together may stay on the device: what
-        is computed too early is evicted before those that follow it come to their turn."""
+        """From where the sweep is on, as far as all prompts together may stay on the device, with
+        as much again for answers: what is computed too early is evicted before those that follow
+        it come to their turn."""
         start = bisect_left(self._tree, self._swept, key=_place)
         found: list[_Sequence] = []
-        hashes, room = self._before, self._cache.pool.num_free
+        hashes, room = self._before, self._cache.pool.num_free // 2
         for sequence in self._tree[start:] + self._tree[:start]:
             own = sequence.chain.hashes
             room -= len(own) - _num_shared(hashes, own)

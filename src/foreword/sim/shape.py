@@ -6,7 +6,7 @@ from foreword.core.cost import StepCost, TierCost
 from foreword.core.place import Placement, WriteThrough
 from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
-from foreword.core.waiting import ARRIVAL
+from foreword.core.waiting import LONGEST_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WorkerShape:
     max_prefill_tokens: int = 2048
     reuse: bool = True
     policy: Policy = DEFAULT
-    order: str = ARRIVAL
+    order: str = LONGEST_PREFIX
     placement: type[Placement] = WriteThrough
 
     def of_blocks(self, num_tokens: int) -> "WorkerShape":
