@@ -6,9 +6,9 @@ from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.cost import Costs, StepCost, TierCost, TierFit
 from foreword.core.lease import Load
-from foreword.core.lower import PROBE_S
 from foreword.core.place import WriteThrough
 from foreword.core.plan import Present
+from foreword.core.restore import PROBE_S
 from foreword.core.scheduler import Scheduler
 from foreword.core.sequence import Sequence
 from foreword.core.tier import Tier
@@ -31,7 +31,7 @@ def cache_with(*costs, token_s=0.01, tokens=TOKENS):
         fit.error = 0.0
     step = StepCost(token_s)
     cache = KVCache(32, SIZE, tiers=[Tier(32) for _ in costs], placement=WriteThrough)
-    cache.lower.costs = Costs(SIZE, BLOCK_BYTES, 1000, fits, step)
+    cache.restores.costs = Costs(SIZE, BLOCK_BYTES, 1000, fits, step)
     lease, _ = cache.admit(chain(tokens))
     cache.filled(lease, len(tokens) - lease.num_computed_tokens)
     for effect in cache.lower.take_effects():
@@ -173,7 +173,7 @@ def test_a_disabled_tier_is_tried_and_not_waited_for():
 
 def test_before_steps_are_measured_all_is_loaded_however_long_it_takes():
     cache = cache_with(SLOW)
-    cache.lower.costs.step = None
+    cache.restores.costs.step = None
     lease, [load] = cache.admit(chain())
     assert (load.start, load.stop) == (0, 10)
     assert computable(cache, lease, 1e9) == []

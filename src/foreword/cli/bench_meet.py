@@ -71,14 +71,14 @@ class Prefixes:
     async def ask(self, number: int, way: str) -> Reply:
         """Prefix `number` with its tail."""
         tokens = random_tokens(number, self._args.prefix + TAIL, self._engine)
-        lower = self._engine.cache.lower
-        costs = lower.costs
+        restores = self._engine.cache.restores
+        costs = restores.costs
         if way == "load":
-            lower.costs = None
+            restores.costs = None
         try:
             return await ask(self._engine, tokens, self._sampling)
         finally:
-            lower.costs = costs
+            restores.costs = costs
             await asyncio.sleep(SETTLE_S)
 
     def throttle(self, seconds: float) -> None:

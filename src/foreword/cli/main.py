@@ -61,6 +61,11 @@ COMMANDS = {
         True,
         "trees of prompts in each order of waiting requests, in virtual time",
     ),
+    "bench regret": (
+        "foreword.cli.bench_regret",
+        True,
+        "is any request slower with the cache, whatever the tier? In virtual time",
+    ),
     "verify": (
         "foreword.cli.verify_store",
         True,

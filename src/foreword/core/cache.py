@@ -20,6 +20,7 @@ from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
 from foreword.core.pool import BlockPool
 from foreword.core.request import NO_HINTS, Hints
+from foreword.core.restore import Restores
 from foreword.core.tier import Tier
 
 
@@ -51,6 +52,7 @@ class KVCache:
         self.index = RadixIndex(block_size, policy.order(num_blocks))
         self.reuse = reuse
         below = tuple(tiers) if reuse else ()
+        self.restores = Restores(below)
         self.lower = LowerTiers(below, placement(below, num_blocks))
         self.num_evicted_blocks = 0  # since start
         self.now_s = 0.0
@@ -63,7 +65,7 @@ class KVCache:
         Changes nothing."""
         stop = self._num_reusable(chain)
         start = self.index.num_known(chain.root, chain.hashes, stop)
-        runs = self.lower.runs(chain, start, stop, {})
+        runs = self.restores.runs(chain, start, stop, {})
         return runs[-1][2] if runs else start
 
     def leader(self, chain: Chain) -> Lease | None:
@@ -109,8 +111,8 @@ class KVCache:
             self.pool.unpin(matched)
             return Refusal.NO_ROOM
         stop = self._num_reusable(chain) if match else start
-        runs = self.lower.runs(chain, start, stop, elsewhere or {})
-        plan = self.lower.plan(chain, start, runs, present)
+        runs = self.restores.runs(chain, start, stop, elsewhere or {})
+        plan = self.restores.plan(chain, start, runs, present)
         source = self._closest(node, chain, start) if match and not plan.loads else None
         if source is not None:
             self.pool.pin((source[0],))
@@ -129,7 +131,7 @@ class KVCache:
         lease.plan, lease.admitted_s = plan, self.now_s
         self.lower.admitted(lease, start, runs)
         self._lead(lease)
-        effects: list[Copy | Load] = [*self.lower.load(lease, stop)]
+        effects: list[Copy | Load] = [*self.restores.load(lease, stop)]
         if source is not None:
             lease.copy = Copy(source[0], fresh[0], source[1])
             lease.num_reused_tokens += source[1]
@@ -168,7 +170,7 @@ class KVCache:
         lacking before the next block that is awaited from a tier. What is late may be taken back
         for that."""
         if self.now_s >= lease.late_at_s:
-            self.lower.reconsider(lease, self.now_s)
+            self.restores.reconsider(lease)
         size, states, found = self.block_size, lease.states, []
         at, stop = lease.num_computed_tokens, len(lease.chain)
         loading = states.find(BlockState.LOADING, at // size)
@@ -181,6 +183,7 @@ class KVCache:
                 found.append((at, end))
             blank = states.find(BlockState.BLANK, end // size)
             at = blank * size if ready >= 0 and blank >= 0 else stop
+        lease.wait(-1 if found else loading, self.now_s)
         return found
 
     def loaded(self, load: Load, start: int, stop: int) -> None:
@@ -254,7 +257,7 @@ class KVCache:
 
     def tick(self, now_s: float) -> None:
         """What time it is, by any clock that does not run backwards: some policies go by it."""
-        self.now_s = self.index.order.now_s = now_s
+        self.now_s = self.restores.now_s = self.index.order.now_s = now_s
         self.lower.tick(now_s)
 
     def take_events(self) -> list[KVEvent]:

@@ -105,9 +105,21 @@ class Lease:
     num_wanted: list[int] = field(default_factory=list)  # and that each is to keep
     hints: Hints = NO_HINTS
     matched: bool = True  # False: it reuses nothing, whatever is known
+    waited_s: dict[int, float] = field(default_factory=dict)  # with nothing to compute, by tier
+    waits: tuple[int, float] | None = None  # for that tier, since then
     copy: Copy | None = None
     leads: BlockHash | None = None  # the block that others wait for
     released: bool = False
+
+    def wait(self, at: int, now_s: float) -> None:
+        """It can compute nothing before block `at` comes; with -1 it can."""
+        if self.waits is not None:
+            tier, since_s = self.waits
+            self.waited_s[tier] = self.waited_s.get(tier, 0.0) + now_s - since_s
+            self.waits = None
+        if at >= 0 and self.plan is not None:
+            tier = next(tier for tier, start, stop in self.plan.loads if start <= at < stop)
+            self.waits = (tier, now_s)
 
     def take_back(self) -> None:
         """Await no more loads: their blocks will be computed."""

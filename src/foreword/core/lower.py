@@ -1,23 +1,17 @@
-"""LowerTiers: where blocks come from that the device lacks, and where those go that it has.
+"""LowerTiers: which blocks of the device go to the tiers below it, and which leave these.
 
-It plans over all tiers below the device, the fastest first, and keeps what it wants done, as
-effects, until asked.
+It keeps what it wants done, as effects, until asked.
 """
 
-from collections.abc import Mapping, Sequence
-from math import inf
+from collections.abc import Sequence
 
 from foreword.core.block import BlockHash, BlockId, Chain
-from foreword.core.cost import Costs
 from foreword.core.index import Node, RadixIndex
-from foreword.core.lease import BlockState, Drop, Lease, Load, Store
+from foreword.core.lease import Drop, Lease, Load, Store
 from foreword.core.place import Placement
-from foreword.core.plan import Extent, Present, RestorePlan, plan_restore
+from foreword.core.plan import Extent
 from foreword.core.reuse import Source
 from foreword.core.tier import Tier
-
-PROBE_S = 5.0  # a tier that plans leave alone is tried that often
-PROBE_READS = 4  # of so many reads
 
 
 class LowerTiers:
@@ -26,90 +20,10 @@ class LowerTiers:
     def __init__(self, tiers: Sequence[Tier], placement: Placement) -> None:
         self.tiers = tuple(tiers)
         self.placement = placement
-        self.costs: Costs | None = None  # None: all that a tier has is loaded, whatever it takes
         self._effects: list[Store | Drop] = []
         self._barred: set[BlockHash] = set()  # from all tiers, while the device has them
 
-    def runs(
-        self, chain: Chain, start: int, stop: int, elsewhere: Mapping[int, int]
-    ) -> list[tuple[int, int, int]]:
-        """Where blocks from `start` to `stop` come from, without a gap, each from the fastest tier
-        that has it: tier, first block, end. `elsewhere` as in `KVCache.admit`."""
-        runs: list[tuple[int, int, int]] = []
-        at = -1
-        while at < start < stop:
-            at = start
-            for number, tier in enumerate(self.tiers):
-                if tier.reads and tier.enabled:
-                    own = start + tier.num_ready(chain.hashes, start, stop)
-                    end = max(own, min(elsewhere.get(number, 0), stop))
-                    if end > start:
-                        runs.append((number, start, end))
-                        start = end
-        return runs
-
-    def plan(
-        self, chain: Chain, start: int, runs: Sequence[Extent], present: Present
-    ) -> RestorePlan:
-        """What to load of `runs`, which the device lacks from block `start` of the chain on."""
-        known = start * chain.block_size
-        if self.costs is None or not runs:
-            plan = RestorePlan(len(chain), known, tuple(runs), late_s=inf)
-        else:
-            plan = plan_restore(self.costs, len(chain), known, runs, present)
-        for number, _first, end in plan.loads:  # so that it stays until it is read
-            self.tiers[number].renew(chain.hashes, end)
-        return plan
-
-    def load(self, lease: Lease, stop: int) -> list[Load]:
-        """Begin a lease's plan; and try a tier that has had none of late, on blocks up to `stop`
-        that the lease computes itself."""
-        plan, hashes = lease.plan, lease.chain.hashes
-        assert plan is not None
-        for _tier, first, end in plan.loads:
-            lease.states[first:end] = bytes([BlockState.LOADING]) * (end - first)
-        loads = [Load(lease, *run) for run in plan.loads]
-        if loads:
-            lease.late_at_s = lease.admitted_s + plan.late_s
-        if self.costs is None:
-            return loads
-        start = plan.num_device_tokens // lease.chain.block_size
-        for number, (tier, fit) in enumerate(zip(self.tiers, self.costs.tiers, strict=True)):
-            if any(load.tier == number for load in loads):
-                tier.next_probe_s = lease.admitted_s + PROBE_S
-            elif tier.reads and lease.admitted_s >= tier.next_probe_s:
-                end = start + tier.num_ready(hashes, start, stop)
-                first = max(start, end - PROBE_READS * fit.read_bytes // self.costs.block_bytes)
-                if end > start:
-                    tier.next_probe_s = lease.admitted_s + PROBE_S
-                    loads.append(Load(lease, number, first, end, probe=True))
-        return loads
-
-    def reconsider(self, lease: Lease, now_s: float) -> None:
-        """What a lease awaits is late. Wait on while that is likely quicker than to compute it, and
-        would not break the promise in vain; each time twice as long."""
-        costs, plan = self.costs, lease.plan
-        assert costs is not None
-        assert plan is not None
-        size, num_blocks, more_s = lease.chain.block_size, 0, 0.0
-        for number, start, stop in plan.loads:
-            awaited = lease.states.count(BlockState.LOADING, start, stop)
-            num_blocks += awaited
-            more_s = max(more_s, costs.tiers[number].cost.load_s(awaited * costs.block_bytes))
-        end = plan.loads[-1][2] * size
-        rest_s = costs.compute_s(end, plan.num_tokens)
-        all_s = costs.compute_s(end - num_blocks * size, plan.num_tokens)
-        more_s *= 1 << lease.num_waits
-        promised_s = lease.admitted_s + plan.promised_s
-        if not num_blocks:
-            lease.late_at_s = inf
-        elif more_s + rest_s < all_s and now_s + more_s + all_s <= promised_s:
-            lease.num_waits += 1
-            lease.late_at_s = now_s + more_s
-        else:
-            lease.take_back()
-
-    def admitted(self, lease: Lease, num_device: int, runs: Sequence[tuple[int, int, int]]) -> None:
+    def admitted(self, lease: Lease, num_device: int, runs: Sequence[Extent]) -> None:
         """A lease begins with `num_device` blocks of the device, then `runs` of others."""
         if not self.tiers:
             return

@@ -118,6 +118,8 @@ class Scheduler(Generic[_Sequence]):
         self.cache.filled(sequence.lease, num_tokens)
         if sequence.num_uncomputed:
             return False
+        if sequence.num_cached_tokens is None:
+            self.cache.restores.judge(sequence.lease)
         sequence.note_reuse()
         return True
 
@@ -155,7 +157,7 @@ class Scheduler(Generic[_Sequence]):
 
     def _present(self) -> Present:
         """How things stand for a sequence that is admitted now."""
-        costs = self.cache.lower.costs
+        costs = self.cache.restores.costs
         if costs is None or costs.step is None:
             return ALONE
         num_ahead = sum(s.num_uncomputed for s in self.running if not s.is_decoding)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 # Seconds. From a cached prompt on a fast device to a long one on a slow.
 LATENCY_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+REGRET_BOUNDS = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass(slots=True)
@@ -32,6 +33,18 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class Ledger:
+    """Of the requests that were to get blocks from a tier, in seconds: from admission to the first
+    token as planned, as it was, and as it would have been without any tier; and by how much each
+    was slower for waiting for this one."""
+
+    planned_s: float = 0.0
+    actual_s: float = 0.0
+    recompute_s: float = 0.0
+    regret_s: Histogram = field(default_factory=lambda: Histogram(REGRET_BOUNDS))
+
+
+@dataclass(slots=True)
 class TierStats:
     """What one tier below the device has done since the start, and what it holds now."""
 
@@ -45,6 +58,8 @@ class TierStats:
     read_s: Histogram = field(default_factory=Histogram)
     write_s: Histogram = field(default_factory=Histogram)
     num_bytes: int = 0
+    enabled: bool = True  # whether requests may wait for it
+    ledger: Ledger = field(default_factory=Ledger)
 
     def count_lost(self, reason: str, num_blocks: int) -> None:
         self.lost[reason] = self.lost.get(reason, 0) + num_blocks

@@ -25,7 +25,7 @@ from foreword.core.cache import KVCache
 from foreword.core.sequence import Sequence
 
 ARRIVAL, LONGEST_PREFIX, DEPTH_FIRST = "arrival", "longest-prefix", "depth-first"
-ORDERS = (ARRIVAL, LONGEST_PREFIX, DEPTH_FIRST)
+ORDERS = (LONGEST_PREFIX, ARRIVAL, DEPTH_FIRST)  # the default first
 WINDOW = 64
 MAX_PASSED = 256
 _OVERDUE = MAX_PASSED - WINDOW  # passed by so many it comes first: a step admits up to a window

@@ -71,7 +71,7 @@ class TorchEngine:
             settings.max_prefill_tokens,
             settings.order,
         )
-        self._counts = Counts(self.cache.lower.costs)
+        self._counts = Counts(self.cache.restores.costs)
         if num_blocks * BLOCK_SIZE < model.max_model_len:
             log.warning("the KV memory holds no more than %d tokens", num_blocks * BLOCK_SIZE)
         # What clients are told is what fits: a request never needs more than the whole pool.
@@ -350,8 +350,9 @@ class TorchEngine:
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # or the clock would stop before the step
         self._counts.add_step(measured, time.perf_counter() - begin_s)
+        self.cache.tick(time.monotonic())
         rows = torch.split(logits, [part.num_logits for part in parts])
-        settled = [self.scheduler.settle(sequence, num) for sequence, _start, num in step.work]
+        settled = [self.scheduler.settle(one, num) for one, _start, num in step.work]
         self.transfer.perform(self.cache.lower.take_effects())
         ready: list[Sample] = []
         outputs: list[tuple[Stream, Output | RequestFailed]] = []

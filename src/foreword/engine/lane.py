@@ -70,6 +70,8 @@ class Lane:
         self.next_tend_s, self.tending = 0.0, False
         self.num_overdue = 0  # calls that ran out of time and have not come back
         self.stats = TierStats(store.name)
+        self.enabled = True  # as was said last
+        self.last: Load | None = None  # what to try it with
         self.reading = Breaker()
         self.writing = Breaker()
         self._wake = wake

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreword.core.waiting import ARRIVAL
+from foreword.core.waiting import LONGEST_PREFIX
 
 BLOCK_SIZE = 16  # tokens
 KINDS = ("int4", "int8")  # of quantised weights
@@ -30,7 +30,7 @@ class EngineSettings:
     prefix_caching: bool = True
     evict: str = "gittins"  # which block leaves first: of core.policies.POLICIES
     store: str = "gain"  # what goes below the device: of core.place.PLACEMENTS
-    order: str = ARRIVAL  # who is admitted next: of core.waiting.ORDERS
+    order: str = LONGEST_PREFIX  # who is admitted next: of core.waiting.ORDERS
     num_threads: int | None = None  # None: torch's own choice
     quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
 

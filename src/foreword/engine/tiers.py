@@ -59,7 +59,7 @@ def open_cache(
         policy=policy,
         placement=PLACEMENTS[settings.store],
     )
-    cache.lower.costs = cache.lower.placement.costs = costs_of(stores, kv_bytes, settings)
+    cache.restores.costs = cache.lower.placement.costs = costs_of(stores, kv_bytes, settings)
     return cache
 
 

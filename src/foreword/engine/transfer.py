@@ -15,9 +15,11 @@ from itertools import groupby
 from foreword.core.block import TOKEN_BYTES, BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Drop, Load, Probe, Store
+from foreword.core.restore import PROBE_S as TRY_S
 from foreword.core.stats import TierStats
+from foreword.core.tier import Tier
 from foreword.engine.kv import PagedKV
-from foreword.engine.lane import Lane, Read
+from foreword.engine.lane import NUM_READERS, Lane, Read
 from foreword.store.codec import RecordKey, kv_offset, seal
 from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, PROBE_S, TEND_S, USUALLY
 from foreword.store.store import KVStore, why_lost
@@ -39,7 +41,7 @@ class Transfer:
     ) -> None:
         self._cache = cache
         self._kv = kv
-        costs = cache.lower.costs
+        costs = cache.restores.costs
         fits = costs.tiers if costs is not None else [None] * len(stores)
         self.lanes = [
             Lane(number, store, kv, 2 * num_blocks, wake, fit)
@@ -51,7 +53,18 @@ class Transfer:
     @property
     def stats(self) -> tuple[TierStats, ...]:
         """Counts by tier, and what it takes of its place. For any thread."""
-        return tuple(replace(lane.stats, num_bytes=lane.store.num_bytes) for lane in self.lanes)
+        restores = self._cache.restores
+        return tuple(
+            replace(
+                lane.stats,
+                num_bytes=lane.store.num_bytes,
+                enabled=tier.enabled and tier.reads,
+                ledger=switch.ledger,
+            )
+            for lane, tier, switch in zip(
+                self.lanes, restores.tiers, restores.switches, strict=False
+            )
+        )
 
     def count_hits(self, restored: Mapping[int, int]) -> dict[str, int]:
         """Tokens of a prompt, by the tier that they came from. Returns them by its name."""
@@ -109,6 +122,7 @@ class Transfer:
             self._pump(lane)
             tier.reads = not lane.num_overdue and lane.reading.allows(now_s)
             tier.writes = lane.outbound.num_free > 0 and lane.writing.allows(now_s)
+            self._turn(lane, tier, now_s)
             if tier.capacity != lane.store.capacity:
                 self._cache.lower.resize(lane.number, lane.store.capacity)
             if now_s >= lane.next_tend_s and not lane.tending:
@@ -121,6 +135,19 @@ class Transfer:
         self.perform(self._cache.lower.take_effects())
         found, self._found = self._found, []
         return found
+
+    def _turn(self, lane: Lane, tier: Tier, now_s: float) -> None:
+        """Say when a tier was turned off or on. One that is off is tried, by whom nobody waits."""
+        if not tier.enabled and tier.reads and lane.last is not None:
+            if now_s >= tier.next_probe_s and not lane.under_way:
+                tier.next_probe_s = now_s + TRY_S
+                self._load(lane, lane.last)
+            self._cache.restores.retry(lane.number)
+        if lane.enabled is not tier.enabled:
+            lane.enabled = tier.enabled
+            turned = "on again" if lane.enabled else "off"
+            why = self._cache.restores.switches[lane.number].why
+            log.warning("%s: turned %s: %s", lane.store.name, turned, why)
 
     def close(self, flush_s: float) -> None:
         """Let what is being written be written and close the stores, in that time; what hangs is
@@ -156,6 +183,7 @@ class Transfer:
             num_bytes = (stop - start) * lane.inbound.record_bytes
             lane.pending.append(Read(load, start, stop, deadline_s, num_bytes))
             lane.queue(num_bytes)
+        lane.last = replace(load, start=max(load.start, load.stop - NUM_READERS * step), probe=True)
         self._pump(lane)
 
     def _pump(self, lane: Lane) -> None:

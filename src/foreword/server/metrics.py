@@ -160,6 +160,43 @@ SHOWN = (
         "reason",
     ),
     Shown(
+        "foreword_tier_enabled",
+        "gauge",
+        "1 while requests may wait for a tier; 0 while it is off, for it lost or hangs: the log "
+        "says why. It is on again when reads that nobody waits for say that it would win.",
+        _by_tier(lambda tier: float(tier.enabled)),
+        "tier",
+    ),
+    Shown(
+        "foreword_restore_regret_seconds",
+        "histogram",
+        "By how much each request that was to get blocks from a tier was slower for waiting for it "
+        "than with its blocks computed; 0 where it was quicker.",
+        _by_tier(lambda tier: tier.ledger.regret_s),
+        "tier",
+    ),
+    Shown(
+        "foreword_restore_planned_seconds",
+        "counter",
+        "Of these requests, from admission to the first token as planned.",
+        _by_tier(lambda tier: tier.ledger.planned_s),
+        "tier",
+    ),
+    Shown(
+        "foreword_restore_actual_seconds",
+        "counter",
+        "The same as it was.",
+        _by_tier(lambda tier: tier.ledger.actual_s),
+        "tier",
+    ),
+    Shown(
+        "foreword_restore_recompute_seconds",
+        "counter",
+        "The same as planned without any tier.",
+        _by_tier(lambda tier: tier.ledger.recompute_s),
+        "tier",
+    ),
+    Shown(
         "foreword_kv_cache_eviction_count",
         "counter",
         "Cached blocks that gave way to others on the device.",

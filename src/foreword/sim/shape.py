@@ -10,14 +10,37 @@ from foreword.core.waiting import LONGEST_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How a tier is read: in pieces of about `cell_bytes`, `num_readers` at once, of which
+    `num_cells` can be under way. Of the pieces a share stalls, each for some time of `stall_s`, in
+    the order of magnitude evenly drawn. With `gives_up` what is late is given up as the engine
+    does, and the tier left alone for a while."""
+
+    num_readers: int = 1
+    cell_bytes: int = 1 << 60
+    num_cells: int = 1 << 60
+    stall_share: float = 0.0
+    stall_s: tuple[float, float] = (0.1, 10.0)
+    gives_up: bool = False
+    from_front: bool = False  # a load's first blocks first
+
+
+@dataclass(frozen=True, slots=True)
 class TierRoom:
-    """A tier below the device: how many blocks it holds and what it takes to read them. One that is
-    `shared` is asked what others have of each prompt, of whom there are none here."""
+    """A tier below the device: how many blocks it holds and what it takes to read them, which may
+    be something else from some times on. One that is `shared` is asked what others have of each
+    prompt, of whom there are none here."""
 
     name: str
     num_blocks: int
     cost: TierCost
     shared: bool = False
+    reading: Reading = Reading()
+    later: tuple[tuple[float, TierCost], ...] = ()  # from when on, ascending
+
+    def cost_at(self, now_s: float) -> TierCost:
+        """What a read costs that begins now."""
+        return next((cost for from_s, cost in reversed(self.later) if from_s <= now_s), self.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +60,9 @@ class WorkerShape:
     policy: Policy = DEFAULT
     order: str = LONGEST_PREFIX
     placement: type[Placement] = WriteThrough
+    seed: int = 0  # of what its tiers do at random
+    # What plans go by until steps and reads say more; None: all that tiers have is loaded.
+    expected: tuple[StepCost | None, TierCost] | None = None
 
     def of_blocks(self, num_tokens: int) -> "WorkerShape":
         """The same worker with blocks of so many tokens."""

@@ -1,20 +1,25 @@
 """Worker: one engine in virtual time.
 
 The production scheduler, cache and tiers decide what is computed, loaded, kept and dropped; what it
-takes is what the costs say. A tier's reads come one after another; its writes delay nobody and are
-counted. What is stored can be read at once, and what is loaded is never damaged or late.
+takes is what the costs say. A tier's reads come as its `Reading` says, in a plain replay one load
+after another and none late; its writes delay nobody and are counted. What is stored can be read at
+once, and what is loaded is never damaged.
 """
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from math import inf
 
 from foreword.core.block import Chain
 from foreword.core.cache import KVCache
-from foreword.core.cost import Costs, StepWork
-from foreword.core.lease import Load, Probe, Store
+from foreword.core.cost import Costs, StepFit, StepWork, TierFit
+from foreword.core.lease import Probe, Store
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.tier import Tier
 from foreword.sim.journey import Journey, Sample
+from foreword.sim.lane import Piece, TierLane
 from foreword.sim.prompt import prompt_chain
 from foreword.sim.shape import WorkerShape
 from foreword.sim.trace import Record
@@ -28,6 +33,7 @@ class TierCount:
     num_loaded_blocks: int = 0
     num_stored_blocks: int = 0
     num_dropped_blocks: int = 0
+    num_lost_blocks: int = 0  # that came too late
 
 
 @dataclass(slots=True)
@@ -55,6 +61,9 @@ class Worker:
         policy = replace(shape.policy, block_tokens=shape.block_size)
         self._shape = shape
         self._id_tokens = id_tokens
+        self._costs = _costs_of(shape)
+        self._recent = StepFit(older=1 / 512)
+        fits = self._costs.tiers if self._costs is not None else [None] * len(shape.tiers)
         self.cache = KVCache(
             shape.num_blocks + of_blocks,  # and a slot for the mark
             1 if of_blocks else shape.block_size,
@@ -65,7 +74,8 @@ class Worker:
             policy=policy,
             placement=shape.placement,
         )
-        if shape.cost.prefill_s(1):  # else its engine has learnt no costs
+        self.cache.restores.costs = self.cache.lower.placement.costs = self._costs
+        if self._costs is None and shape.cost.prefill_s(1):  # else its engine has learnt no costs
             reads = tuple(room.cost for room in shape.tiers)
             self.cache.lower.placement.costs = Costs.known(
                 shape.cost, reads, shape.block_size, shape.block_bytes
@@ -83,9 +93,12 @@ class Worker:
         self._step: Step[Sample] | None = None
         self._num_admitted = 0
         self._num_repeats = 0  # how often the step's decodes run
+        self._busy_s = 0.0  # of the last step, until the tiers are told
         self._probes: deque[tuple[float, Probe]] = deque()  # and when each is answered
-        self._loads: list[deque[Load]] = [deque() for _ in shape.tiers]
-        self._load_ends: list[float] = [0.0 for _ in shape.tiers]  # of the first of these
+        self._lanes = [
+            TierLane(room, shape.block_bytes, shape.seed + at, fit)
+            for at, (room, fit) in enumerate(zip(shape.tiers, fits, strict=True))
+        ]
 
     @property
     def is_stepping(self) -> bool:
@@ -94,8 +107,10 @@ class Worker:
     @property
     def next_news_s(self) -> float | None:
         """When a tier has the next load or answer. None: it was asked for none."""
-        news = [end for end, loads in zip(self._load_ends, self._loads, strict=True) if loads]
+        news = [end_s for lane in self._lanes if (end_s := lane.next_s) is not None]
         news += [at_s for at_s, _probe in self._probes]
+        if self.scheduler.next_late_s < inf:
+            news.append(self.scheduler.next_late_s)
         return min(news, default=None)
 
     def chain(self, record: Record, *, keep_partial: bool = False) -> Chain:
@@ -139,7 +154,7 @@ class Worker:
         step = self._schedule()
         self._perform()
         for load in step.loads:
-            self._load(load, now_s)
+            self._lanes[load.tier].load(load, now_s)
         self.count.most_waiting = max(self.count.most_waiting, len(self.scheduler.waiting))
         for sequence in self.scheduler.running:
             if sequence.journey.admitted_s < 0:
@@ -151,7 +166,8 @@ class Worker:
         self._step = step
         end_s = self._run(step, now_s, until_s)
         self.count.num_steps += self._num_repeats
-        self.count.busy_s += end_s - now_s
+        self._busy_s = end_s - now_s
+        self.count.busy_s += self._busy_s
         return end_s
 
     def end(self, now_s: float) -> list[Journey]:
@@ -191,6 +207,10 @@ class Worker:
         work = self._measured(step)
         self.count.num_prefilled_tokens += work.num_tokens
         end_s = now_s + self._shape.cost.step_s(work)
+        if self._costs is not None:
+            self._recent.add(work, end_s - now_s)
+            if self._recent.num_steps % 64 == 0 and self.count.num_prefilled_tokens > 4096:
+                self._costs.step = self._recent.solve()
         self._num_repeats = 1
         for _ in range(self._most_repeats(step, work) - 1):
             if end_s >= until_s:
@@ -225,7 +245,8 @@ class Worker:
         if self._num_repeats > 1:
             sequence.sample(self._num_repeats - 1)
             num_tokens = self._num_repeats
-        return self.scheduler.settle(sequence, num_tokens) and not self._is_over(sequence)
+        done = self.scheduler.settle(sequence, num_tokens)
+        return done and not self._is_over(sequence)
 
     def _sampled(self, sequence: Sample, now_s: float) -> None:
         sequence.sample(1)
@@ -273,17 +294,6 @@ class Worker:
                 ended.append(journey)
         return ended
 
-    def _load(self, load: Load, now_s: float) -> None:
-        """Behind the tier's other reads."""
-        loads = self._loads[load.tier]
-        loads.append(load)
-        if len(loads) == 1:
-            self._load_ends[load.tier] = now_s + self._load_s(load)
-
-    def _load_s(self, load: Load) -> float:
-        num_bytes = (load.stop - load.start) * self._shape.block_bytes
-        return self._shape.tiers[load.tier].cost.load_s(num_bytes)
-
     def _take_answers(self, now_s: float) -> None:
         """What was asked in this turn is answered after its step has begun, so in a later one."""
         for at_s, probe in list(self._probes):
@@ -292,18 +302,29 @@ class Worker:
                 self.scheduler.found(probe, 0)
 
     def _take_loads(self, now_s: float) -> None:
-        """Tell the cache of all loads that came. Those of leases that ended are passed over."""
-        for tier, loads in enumerate(self._loads):
-            while loads and self._load_ends[tier] <= now_s:
-                load = loads.popleft()
-                if not load.lease.released:
-                    self.cache.loaded(load, load.start, load.stop)
-                    self.count.tiers[tier].num_loaded_blocks += load.stop - load.start
-                while loads and loads[0].lease.released:
-                    loads.popleft()
-                if loads:
-                    self._load_ends[tier] += self._load_s(loads[0])
+        """Tell the cache of all that came and all that is given up."""
+        for tier, count, lane in zip(
+            self.cache.lower.tiers, self.count.tiers, self._lanes, strict=True
+        ):
+            for piece, seconds in lane.settle(now_s, self._busy_s):
+                if seconds is None:
+                    self.cache.lost(piece.load, piece.start, piece.stop, gone=False)
+                    count.num_lost_blocks += piece.stop - piece.start
+                else:
+                    count.num_loaded_blocks += self._loaded(piece)
+            tier.reads = lane.allows(now_s)
+        self._busy_s = 0.0
         self._perform()
+
+    def _loaded(self, piece: Piece) -> int:
+        """Tell the cache what came. Returns how many blocks are wanted still."""
+        num_wanted = 0
+        for wanted, run in groupby(range(piece.start, piece.stop), piece.load.awaits):
+            blocks = list(run)
+            tell = self.cache.loaded if wanted else partial(self.cache.lost, gone=False)
+            tell(piece.load, blocks[0], blocks[-1] + 1)
+            num_wanted += wanted * len(blocks)
+        return num_wanted
 
     def _perform(self) -> None:
         """Do what the cache wants of the tiers, at once."""
@@ -316,3 +337,13 @@ class Worker:
                 count.num_stored_blocks += len(hashes)
             else:
                 count.num_dropped_blocks += len(effect.hashes)
+
+
+def _costs_of(shape: WorkerShape) -> Costs | None:
+    """What its plans go by at the start."""
+    if shape.expected is None:
+        return None
+    step, tier = shape.expected
+    size = max(1, shape.block_bytes)
+    fits = [TierFit(tier, max(1, room.reading.cell_bytes // size) * size) for room in shape.tiers]
+    return Costs(shape.block_size, shape.block_bytes, shape.max_prefill_tokens, fits, step)
