@@ -163,7 +163,8 @@ def test_a_tier_that_is_left_alone_is_tried_on_what_nobody_waits_for():
 
 def test_a_disabled_tier_is_tried_and_not_waited_for():
     cache = cache_with(QUICK)
-    cache.lower.tiers[0].enabled = False
+    cache.restores.switches[0].enabled = cache.lower.tiers[0].enabled = False
+    cache.restores.switches[0]._until_s = 1.0
     cache.lower.tiers[0].next_probe_s = 0.0
     lease, [load] = cache.admit(chain())
     assert load.probe

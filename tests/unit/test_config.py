@@ -44,7 +44,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert args.policy == {
         "evict": "fifo",
         "store": "write-back",
-        "order": "arrival",
+        "order": "longest-prefix",
         "reuse": "on",
     }
     assert args.max_model_len == 77

@@ -29,7 +29,7 @@ def step(scheduled):
     work = scheduled.schedule()
     for sequence, copy in work.copies:
         scheduled.cache.filled(sequence.lease, copy.num_tokens)
-    done = [one for one, num in work.work if scheduled.settle(one, num)]
+    done = [one for one, _start, num in work.work if scheduled.settle(one, num)]
     for effect in scheduled.cache.lower.take_effects():
         if isinstance(effect, Store):
             stop = effect.start + len(effect.block_ids)
@@ -125,7 +125,7 @@ def test_what_was_passed_over_is_asked_again_when_its_leader_came_further(order,
     assert other in scheduled.running
     scheduled.schedule()
     assert tried == [21, 22, 40], "not asked while the leader is where it was"
-    scheduled.settle(leader, work.work[0][1])
+    scheduled.settle(leader, work.work[0][2])
     scheduled.schedule()
     assert tried == [21, 22, 40, 22]
 
@@ -178,7 +178,7 @@ def test_what_is_preempted_returns_through_the_tiers():
     scheduled = scheduler(LONGEST_PREFIX, Tier(64), num_blocks=8, seqs=2)
     old, young = add(scheduled, 1, 1, 1), add(scheduled, *range(20, 29))
     work = scheduled.schedule()
-    for sequence, num in work.work:
+    for sequence, _start, num in work.work:
         assert scheduled.settle(sequence, num)
         sequence.chain.extend([1])
     for effect in scheduled.cache.lower.take_effects():
@@ -187,7 +187,7 @@ def test_what_is_preempted_returns_through_the_tiers():
     waiting = add(scheduled, 7, 7, 7)
     while scheduled.num_preemptions == 0:
         work = scheduled.schedule()
-        for sequence, num in work.work:
+        for sequence, _start, num in work.work:
             assert scheduled.settle(sequence, num)
             sequence.chain.extend([1])
         effects = scheduled.cache.lower.take_effects()
@@ -197,7 +197,7 @@ def test_what_is_preempted_returns_through_the_tiers():
     assert young.lease is None
     while old.lease is not None:  # it takes what was the other's on the device
         work = scheduled.schedule()
-        assert [one for one, _num in work.work] in ([], [old])
+        assert [one for one, *_ in work.work] in ([], [old])
         if work.work:
             scheduled.settle(old, 1)
             old.chain.extend([1])
