@@ -36,8 +36,8 @@ def open_stores(settings: EngineSettings, kv_bytes: int, identity: Identity) -> 
     if settings.disk_bytes:
         try:
             settings.disk_folder.mkdir(parents=True, exist_ok=True)
+            leave_identity(settings.disk_folder, identity)  # first: it takes room too
             stores.append(DiskStore(settings.disk_folder, settings.disk_bytes, size))
-            leave_identity(settings.disk_folder, identity)
         except OSError as error:
             log.warning("KV is not kept on disk, in %s: %s", settings.disk_folder, error)
     for store in stores:

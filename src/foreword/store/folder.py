@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -109,18 +109,23 @@ class Folder:
                     (found if plain else odd).add(match[1])
         return sorted(found - odd)
 
-    def num_bytes(self) -> int:
-        """What everything in the folder takes, or may take without asking again."""
+    def num_bytes(self, without: Container[str] = ()) -> int:
+        """What everything in the folder takes, or may take without asking again; of the parts those
+        that are not `without`."""
         total = os.stat(self.path).st_blocks * 512
         for entry in os.scandir(self.path):
+            match = _NAME.fullmatch(entry.name)
+            if match and match[1] in without:
+                continue
             with suppress(FileNotFoundError):
                 stat = entry.stat(follow_symlinks=False)
                 total += max(_most(stat.st_size), stat.st_blocks * 512)
         return total
 
     def share_bytes(self, num_writers: int) -> int:
-        """What one of so many writers may take."""
-        return (self.budget_bytes - os.stat(self.path).st_blocks * 512) // num_writers
+        """What one of so many writers may take, beside what is in no part: the sharers' files and
+        whatever else lies there."""
+        return (self.budget_bytes - self.num_bytes(without=self.names())) // num_writers
 
     def inode(self, name: str) -> int:
         """The number of a part's table; 0 where there is none."""
