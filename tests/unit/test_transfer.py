@@ -10,10 +10,16 @@ import torch
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Load
+from foreword.core.scheduler import Scheduler
+from foreword.core.sequence import Sequence
 from foreword.core.tier import Tier
 from foreword.engine import lane, staging, transfer
 from foreword.engine.kv import LayerShape, PagedKV
+from foreword.engine.tiers import tier_of
 from foreword.engine.transfer import Transfer
+from foreword.store.codec import seal
+from foreword.store.disk import DiskStore
+from foreword.store.pages import arena
 from foreword.store.patience import Breaker
 
 ROOT = BlockHash(b"root" * 8)
@@ -27,7 +33,7 @@ def num_computable(cache, lease):
 class GatedStore:
     """Keeps records in a dict. Reads and writes wait at a gate each."""
 
-    shared = False
+    shared = has_others = False
     lend = None
 
     def __init__(self, name):
@@ -142,6 +148,16 @@ def holds(world, lease, num_blocks):
         for at, block_id in enumerate(lease.block_ids[:num_blocks])
         for pool in (*world.kv.keys, *world.kv.values)
     )
+
+
+def sealed(staging, chain):
+    """Keys and records of a chain's blocks, of zeros."""
+    keys = transfer._keys(chain, range(len(chain.hashes)))
+    cell = memoryview(arena(len(keys) * staging.slot_bytes))
+    records = [cell[at * staging.slot_bytes :][: staging.record_bytes] for at in range(len(keys))]
+    for key, record in zip(keys, records, strict=True):
+        seal(record, key)
+    return keys, records
 
 
 def chain(first, num_blocks=9):
@@ -296,7 +312,7 @@ def test_a_tier_that_is_always_too_slow_is_left_alone(world):
 
 def test_a_probe_that_is_not_answered_is_answered_with_nothing(world):
     tier, store = world.cache.lower.tiers[1], world.stores[1]
-    tier.shared = True
+    tier.shared = store.has_others = True
     gate = threading.Event()
     store.contains = lambda hashes: gate.wait(10) and [False] * len(hashes)
     [probe] = world.cache.probe(chain(1))
@@ -310,6 +326,51 @@ def test_a_probe_that_is_not_answered_is_answered_with_nothing(world):
     assert world.cache.probe(chain(2)) == []
     gate.set()
     settle(world, lambda: tier.reads)
+
+
+def test_nobody_waits_for_a_probe_where_no_one_else_has_the_folder(world, tmp_path):
+    """A prompt that the device lacks comes while another decodes: its turn is the next step, or
+    where others have stored there the one after their answer."""
+    cell = world.moves._lanes[0].inbound
+    ours = DiskStore(tmp_path, 1 << 22, cell.record_bytes)
+    cache = KVCache(20, SIZE, tiers=[tier_of(ours)])
+    moves = Transfer(cache, world.kv, [ours], 1, lambda: None)
+    scheduler = Scheduler(cache, 4, 100, 100)
+
+    def turn():
+        """A step; who took part in it."""
+        for probe, num_blocks in moves.settle(0.0):
+            scheduler.found(probe, num_blocks)
+        step = scheduler.schedule()
+        moves.perform(step.loads)
+        for sequence, _start, num in step.work:
+            if scheduler.settle(sequence, num):
+                sequence.chain.extend([7])
+        moves.perform(cache.lower.take_effects())
+        return [sequence for sequence, *_ in step.work]
+
+    decoding = Sequence(chain(1, 1))
+    scheduler.add([decoding])
+    assert turn() == [decoding]
+    first = Sequence(chain(2, 1))
+    assert scheduler.add([first]) == []
+    assert turn() == [decoding, first], "its first step is the next"
+    scheduler.finish([first])
+
+    other = DiskStore(tmp_path, 1 << 22, cell.record_bytes)
+    ours.tend()
+    assert other.put(*sealed(cell, chain(3, 2))) == [True, True]
+    moves.settle(0.0)
+    second = Sequence(chain(3, 2))
+    [probe] = scheduler.add([second])
+    assert turn() == [decoding], "it waits for the answer"
+    moves.perform([probe])
+    end_s = time.monotonic() + 10
+    while second not in turn():
+        assert time.monotonic() < end_s
+    assert second.lease.restored == {0: 2 * SIZE}
+    moves.close(5.0)
+    other.close()
 
 
 def test_damage_is_told_once_for_a_read(world, caplog):

@@ -73,6 +73,6 @@ def costs_of(stores: Sequence[KVStore], kv_bytes: int, settings: EngineSettings)
 
 def tier_of(store: KVStore, policy: Policy) -> Tier:
     """The core's view of a store, with what was found in it."""
-    tier = Tier(store.capacity, shared=store.shared, policy=policy)
+    tier = Tier(store.capacity, shared=store.has_others, policy=policy)
     tier.restore((entry.block_hash, entry.parent) for entry in store.entries())
     return tier

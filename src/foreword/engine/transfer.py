@@ -120,6 +120,7 @@ class Transfer:
             if any(read.deadline_s <= now_s for read in lane.reads):
                 self._give_up(lane)
             self._pump(lane)
+            tier.shared = lane.store.has_others
             tier.reads = not lane.num_overdue and lane.reading.allows(now_s)
             tier.writes = lane.outbound.num_free > 0 and lane.writing.allows(now_s)
             self._turn(lane, tier, now_s)

@@ -75,6 +75,11 @@ class DiskStore:
         """Records that this writer may hold: its share of the budget."""
         return self._capacity
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are parts that others write or have left, with records as long as ours."""
+        return bool(self._others)
+
     def entries(self) -> Iterator[Entry]:
         self._own.note_uses()
         rows = self._own.table.rows[self._own.by_last_use()]

@@ -58,6 +58,10 @@ class FaultyStore:
         return self._store.shared
 
     @property
+    def has_others(self) -> bool:
+        return self._store.has_others
+
+    @property
     def capacity(self) -> int:
         return self._store.capacity
 

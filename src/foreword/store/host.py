@@ -17,7 +17,7 @@ class HostStore:
     a slot is that, rounded up to pages. Raises ValueError where not one fits."""
 
     name = "host"
-    shared = False
+    shared = has_others = False
 
     def __init__(self, num_bytes: int, record_bytes: int) -> None:
         self.slot_bytes = whole_pages(record_bytes)

@@ -61,6 +61,11 @@ class KVStore(Protocol):
         ...
 
     @property
+    def has_others(self) -> bool:
+        """Whether others have a part there, as of the last `tend`: cheap, for any thread."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """What it takes of its place, likewise."""
         ...
