@@ -26,6 +26,7 @@ COMMANDS = {
     "serve --engine vllm": ("foreword.cli.engines", False, "vLLM, with our store below its cache"),
     "engine-args vllm": ("foreword.cli.engines", False, "the flags that plug our store into vLLM"),
     "engine-args sglang": ("foreword.cli.engines", False, "the same for SGLang"),
+    "calibrate": ("foreword.cli.calibrate", True, "what prefill, decode and loading cost here"),
     "chat": ("foreword.cli.chat", False, "talk with a model, and see what each turn reused"),
     "cache stats": ("foreword.cli.cache", True, "what a running server's cache has done"),
     "cache path": ("foreword.cli.cache", False, "where this machine keeps KV on disk"),

@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         keys, bodies = api_keys(args.api_keys), read_bodies(args.warm)
         settings = engine_settings(args)
         path, name = locate(args.model)
-        settings = replace(settings, model=str(path), served_name=args.name or name)
+        served = args.name or name
+        settings = replace(settings, model=str(path), served_name=served, calibrate=True)
 
         from foreword.engine.engine import TorchEngine
 

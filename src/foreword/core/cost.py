@@ -72,7 +72,7 @@ class StepCost:
         )
 
 
-_NUM_COSTS = 6  # of StepCost's fields
+NUM_COSTS = 6  # of StepCost's fields
 
 
 @dataclass(slots=True)
@@ -86,9 +86,9 @@ class StepFit:
     num_steps: int = 0
     weight: float = 1.0  # of the next step; the sums are as if the first had 1
     products: list[list[float]] = field(
-        default_factory=lambda: [[0.0] * _NUM_COSTS for _ in range(_NUM_COSTS)]
+        default_factory=lambda: [[0.0] * NUM_COSTS for _ in range(NUM_COSTS)]
     )
-    moments: list[float] = field(default_factory=lambda: [0.0] * _NUM_COSTS)
+    moments: list[float] = field(default_factory=lambda: [0.0] * NUM_COSTS)
 
     def add(self, work: StepWork, seconds: float) -> None:
         """A step that took so long."""
@@ -121,8 +121,8 @@ class StepFit:
     def solve(self) -> StepCost | None:
         """None before any step. Some milliseconds: all sets of costs that are not 0 are tried."""
         best, most = None, 0.0
-        for bits in range(1, 1 << _NUM_COSTS):
-            chosen = [at for at in range(_NUM_COSTS) if bits >> at & 1]
+        for bits in range(1, 1 << NUM_COSTS):
+            chosen = [at for at in range(NUM_COSTS) if bits >> at & 1]
             costs = self._solve(chosen)
             if costs is None or min(costs) < 0:
                 continue
@@ -132,7 +132,7 @@ class StepFit:
                 best, most = dict(zip(chosen, costs, strict=True)), explained
         if best is None:
             return None
-        return StepCost(*(best.get(at, 0.0) for at in range(_NUM_COSTS)))
+        return StepCost(*(best.get(at, 0.0) for at in range(NUM_COSTS)))
 
     def _solve(self, chosen: list[int]) -> list[float] | None:
         """The normal equations of these costs, by elimination. None where they do not tell them
@@ -268,6 +268,12 @@ class Costs:
         """What is known without measuring, each tier read a block at a time."""
         fits = [TierFit(read, block_bytes) for read in reads]
         return cls(block_size, block_bytes, sys.maxsize, fits, step)
+
+    def break_even_bytes_per_s(self, start: int, stop: int) -> float:
+        """How fast their blocks must be read for loading tokens `start` to `stop` of a prompt to
+        take no longer than to prefill them, for which the cost must be known."""
+        num_bytes = (stop - start) * self.block_bytes / self.block_size
+        return num_bytes / self.compute_s(start, stop)
 
     def compute_s(self, start: int, stop: int) -> float:
         """Seconds to prefill tokens `start` to `stop` of a prompt, a chunk in each step."""

@@ -27,6 +27,7 @@ from foreword.core.scheduler import Scheduler, Step
 from foreword.core.stats import EngineStats
 from foreword.engine.facts import banner, for_replay
 from foreword.engine.grammar import Grammars
+from foreword.engine.known_costs import KnownCosts
 from foreword.engine.model import LoadedModel, load_model
 from foreword.engine.request_log import RequestLog
 from foreword.engine.runner import Runner
@@ -59,7 +60,8 @@ class TorchEngine:
         num_blocks = runner.kv.num_blocks
         self._wake = threading.Condition()
         stores = self.stores_of(settings, model.block_bytes(BLOCK_SIZE), self.identity)
-        self.cache = open_cache(settings, num_blocks, model.block_bytes(BLOCK_SIZE), stores)
+        self._known = KnownCosts(runner, stores, settings)
+        self.cache = open_cache(settings, num_blocks, stores, self._known.costs)
         step_blocks = settings.max_prefill_tokens // BLOCK_SIZE
         self.transfer = Transfer(self.cache, runner.kv, stores, step_blocks, self._notify)
         for number, store in enumerate(stores):
@@ -71,7 +73,7 @@ class TorchEngine:
             settings.max_prefill_tokens,
             settings.order,
         )
-        self._counts = Counts(self.cache.restores.costs)
+        self._counts = Counts(self._known.costs, self._known.steps)
         if num_blocks * BLOCK_SIZE < model.max_model_len:
             log.warning("the KV memory holds no more than %d tokens", num_blocks * BLOCK_SIZE)
         # What clients are told is what fits: a request never needs more than the whole pool.
@@ -88,8 +90,7 @@ class TorchEngine:
         self._clearing: list[Future[bool]] = []
         self._log: RequestLog | None = None
         self._ended: list[Stream] = []
-        self._draining = False
-        self._stopping = False
+        self._draining = self._stopping = False
         self._refusal = "The server is shutting down."
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
@@ -162,13 +163,13 @@ class TorchEngine:
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for `drain_s` seconds, then end."""
         self._draining = True
-        with self._wake:
-            self._wake.notify()
+        self._notify()
         await asyncio.to_thread(self._idle.wait, drain_s)
         self._stopping = True
         self._notify()
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self.transfer.close, FLUSH_S)
+        await asyncio.to_thread(self._known.write, self._counts.recent)
 
     def encode(self, text: str) -> list[int]:
         return self._text.encode(text)

@@ -33,6 +33,7 @@ class EngineSettings:
     order: str = LONGEST_PREFIX  # who is admitted next: of core.waiting.ORDERS
     num_threads: int | None = None  # None: torch's own choice
     quantise: str | None = None  # weights: int4 or int8, for bfloat16 on the CPU
+    calibrate: bool = False  # begin with costs that are remembered, or measured in some seconds
 
 
 def check_quantisation(kind: str, dtype: str, device: str) -> None:

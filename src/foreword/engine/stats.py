@@ -19,11 +19,13 @@ _LONG = 256  # tokens; a shorter step's seconds are mostly not its tokens'
 class Counts:
     """Written by the engine thread alone; `totals` has no gauges, which its owner adds."""
 
-    def __init__(self, costs: Costs | None) -> None:
-        """What steps take is put in `costs`, once enough is known of it."""
+    def __init__(self, costs: Costs | None, known: StepFit | None = None) -> None:
+        """What steps take is put in `costs`, once enough is known of it; `known` is enough."""
         self.totals = EngineStats()
         self.fit = StepFit()
-        self.recent = StepFit(older=_OLDER)
+        self.recent = known.copy() if known else StepFit()
+        self.recent.older = _OLDER
+        self._is_known = known is not None
         self._costs = costs
         self._work = StepWork()
         self._prefill_step_s = 0.0
@@ -43,7 +45,7 @@ class Counts:
         self.fit.add(self._work, seconds)
         self.recent.add(self._work, seconds)
         enough = self.totals.num_prefilled_tokens >= _ENOUGH and self._prefill_step_tokens
-        if self._costs and enough and self.recent.num_steps % _SOLVE_EVERY == 0:
+        if self._costs and (enough or self._is_known) and self.recent.num_steps % _SOLVE_EVERY == 0:
             self._costs.step = self.recent.solve()
 
     def add_first_token(

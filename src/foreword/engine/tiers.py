@@ -47,9 +47,9 @@ def open_stores(settings: EngineSettings, kv_bytes: int, identity: Identity) -> 
 
 
 def open_cache(
-    settings: EngineSettings, num_blocks: int, kv_bytes: int, stores: Sequence[KVStore]
+    settings: EngineSettings, num_blocks: int, stores: Sequence[KVStore], costs: Costs
 ) -> KVCache:
-    """The core, ruled by the policies that the settings name. A block of KV has so many bytes."""
+    """The core, ruled by the policies that the settings name."""
     policy = POLICIES[settings.evict]
     cache = KVCache(
         num_blocks,
@@ -59,16 +59,20 @@ def open_cache(
         policy=policy,
         placement=PLACEMENTS[settings.store],
     )
-    cache.restores.costs = cache.lower.placement.costs = costs_of(stores, kv_bytes, settings)
+    cache.restores.costs = cache.lower.placement.costs = costs
     return cache
 
 
 def costs_of(stores: Sequence[KVStore], kv_bytes: int, settings: EngineSettings) -> Costs:
     """What is expected of the stores before anything is measured. Of the steps nothing is known."""
     size = record_bytes(BLOCK_SIZE, kv_bytes)
-    read_bytes = max(1, CELL_BYTES // size) * size
-    fits = [TierFit(EXPECTED[store.name], read_bytes) for store in stores]
+    fits = [fit_of(EXPECTED[store.name], size) for store in stores]
     return Costs(BLOCK_SIZE, size, settings.max_prefill_tokens, fits)
+
+
+def fit_of(cost: TierCost, record_size: int) -> TierFit:
+    """What a tier of records of so many bytes is expected to cost, to learn from its reads."""
+    return TierFit(cost, max(1, CELL_BYTES // record_size) * record_size)
 
 
 def tier_of(store: KVStore, policy: Policy) -> Tier:

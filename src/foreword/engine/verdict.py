@@ -50,7 +50,7 @@ def circumstances(model: LoadedModel) -> str:
     device = model.module.device
     parts = [
         model.identity(1).root_hash("").hex(),
-        _processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        machine(device),
         str(torch.get_num_threads()),
         torch.__version__,
         torch.__config__.show(),
@@ -60,6 +60,11 @@ def circumstances(model: LoadedModel) -> str:
         *code,
     ]
     return sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def machine(device: torch.device) -> str:
+    """What tells the processor or device that computes from others."""
+    return _processor() if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def kernel_settings() -> str:
