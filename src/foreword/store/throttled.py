@@ -15,6 +15,7 @@ class ThrottledStore:
     those that run at once go one after another. It lends nothing. `cost` may be changed."""
 
     shared = False
+    has_others = False
     lend = None
 
     def __init__(self, store: KVStore, cost: TierCost) -> None:
