@@ -6,7 +6,7 @@ from collections import Counter
 from foreword.core.block import TOKEN_BYTES
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from foreword.core.lease import BlockState
-from foreword.core.policies.gittins import Gittins
+from foreword.core.runs import RunOrder
 from foreword.core.tier import Kept
 
 
@@ -153,15 +153,15 @@ def check_tier(tier):
 
 def check_runs(order, spans):
     """What an order knows of runs is of blocks that are there, all of them, and no others."""
-    if not isinstance(order, Gittins):
+    if not isinstance(order, RunOrder):
         return
     assert order._runs.keys() <= spans.keys()
     num_blocks = Counter()
     for key, run in order._runs.items():
         num_blocks[run] += spans[key]
     assert all(run.num_blocks == num for run, num in num_blocks.items())
-    assert order._num_ghosts == sum(len(ghost.hashes) for ghost in order._ghosts.values())
-    assert all(first == ghost.hashes[-1] for first, ghost in order._ghosts.items())
+    assert order._num_ghosts == sum(ghost.num_blocks for ghost in order._ghosts.values())
+    assert all(first == ghost.tails[-1] for first, ghost in order._ghosts.items())
 
 
 class Listener:

@@ -6,10 +6,12 @@ Order of its own, which it tells what happens to its blocks.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from typing import Any, Protocol, TypeVar
+from heapq import heappop, heappush
+from typing import Any, Generic, Protocol, TypeVar
 
 from foreword.core.block import BlockHash
+
+_MOVED = 4  # entries that a queue moves at an offer
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -66,44 +68,77 @@ class Policy:
         return self.make(capacity, self.block_tokens)
 
 
+class Queue(Generic[_Key]):
+    """Candidates by rank; among equals the one that was offered first. Queues that share `offers`
+    share candidates: each is where it was offered last.
+
+    Older offers stay until they are passed over. When they are most of a queue, what holds goes to
+    a new heap, a few with each offer: no call takes long.
+    """
+
+    def __init__(self, offers: dict[_Key, int]) -> None:
+        self._offers = offers  # the number of each one's newest offer
+        self._heap: list[tuple[float, int, _Key]] = []
+        self._leaving: list[tuple[float, int, _Key]] = []  # a heap, too: its end is taken off
+
+    def __len__(self) -> int:
+        """With older offers."""
+        return len(self._heap) + len(self._leaving)
+
+    def offer(self, key: _Key, rank: float, serial: int) -> None:
+        self._offers[key] = serial
+        if not self._leaving and len(self._heap) > 2 * len(self._offers):
+            self._heap, self._leaving = [], self._heap
+        heappush(self._heap, (rank, serial, key))
+        for _ in range(min(_MOVED, len(self._leaving))):
+            entry = self._leaving.pop()
+            if self._offers.get(entry[2]) == entry[1]:
+                heappush(self._heap, entry)
+
+    def first(self) -> tuple[float, int, _Key] | None:
+        """Rank, serial and key of the one that leaves first."""
+        best, offers = None, self._offers
+        for heap in (self._heap, self._leaving):
+            while heap and offers.get(heap[0][2]) != heap[0][1]:
+                heappop(heap)
+            if heap and (best is None or heap[0] < best):
+                best = heap[0]
+        return best
+
+
 # Of a leaf: when it came, when it was last used, and the hash of its last block (None: that one is
 # not full). What has the least rank leaves first.
 Rank = Callable[[int, int, BlockHash | None], float]
 
 
 class Ranked(Order[_Key]):
-    """By rank; among equals the one that was offered first. Where the rank goes by the hash, it is
+    """By a rank that a leaf keeps until it is offered anew. Where it goes by the hash, the order is
     not `by_run`."""
 
     by_path = False
 
     def __init__(self, rank: Rank, *, by_run: bool = True) -> None:
         self.now_s = 0.0
-        self._rank = rank
         self.by_run = by_run
-        self._offers: dict[_Key, int] = {}  # the number of each one's newest offer
-        self._heap: list[tuple[float, int, _Key]] = []  # older offers too
+        self._rank = rank
+        self._offers: dict[_Key, int] = {}
+        self._queue = Queue(self._offers)
         self._serial = 0
 
     def offer(self, key: _Key, added: int, last_used: int, hashes: Sequence[BlockHash]) -> None:
         self._serial += 1
-        self._offers[key] = self._serial
-        if len(self._heap) > 2 * len(self._offers):
-            self._heap = [entry for entry in self._heap if self._offers.get(entry[2]) == entry[1]]
-            heapify(self._heap)
         rank = self._rank(added, last_used, hashes[-1] if hashes else None)
-        heappush(self._heap, (rank, self._serial, key))
+        self._queue.offer(key, rank, self._serial)
 
     def withdraw(self, key: _Key) -> None:
         self._offers.pop(key, None)
 
     def pop(self) -> _Key | None:
-        while self._heap:
-            _rank, serial, key = heappop(self._heap)
-            if self._offers.get(key) == serial:
-                del self._offers[key]
-                return key
-        return None
+        first = self._queue.first()
+        if first is None:
+            return None
+        del self._offers[first[2]]
+        return first[2]
 
     def used(
         self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key] | None = None

@@ -1,0 +1,275 @@
+"""Runs: what policies know that go by history, of blocks that live and die together.
+
+Blocks in a row that came with one request and were last used by one request are one Run, whatever
+their number. When the end of a run leaves, a Ghost of it stays for a while; blocks that come again
+are known by it. Each run is of a kind, which its policy gives it, and its candidate waits in the
+queue of that kind.
+"""
+
+from abc import abstractmethod
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from foreword.core.block import BlockHash
+from foreword.core.policy import Order, Queue, Span
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Run:
+    """`num_blocks` blocks of one kind, used together `num_uses` times, `used_s` the last of them
+    and `earlier_s` the one before (less than all times: there was none)."""
+
+    __slots__ = (
+        "continued",
+        "earlier_s",
+        "follower",
+        "ghost",
+        "kind",
+        "leaf",
+        "num_blocks",
+        "num_uses",
+        "request",
+        "used_s",
+    )
+
+    def __init__(self, kind: int, used_s: float, request: int = -1) -> None:
+        self.kind = kind
+        self.used_s = used_s
+        self.request = request  # that used it last
+        self.earlier_s = float("-inf")
+        self.num_uses = 1
+        self.num_blocks = 0
+        self.continued = False  # whether a request went on from its end
+        self.follower: Run | None = None  # what that request used after it
+        self.ghost: Ghost | None = None  # of its evicted end
+        self.leaf: Hashable | None = None  # of it, as last offered
+
+    def part(self, num_blocks: int) -> "Run":
+        """Its first blocks become a run of their own, which this one follows."""
+        head = Run(self.kind, self.used_s, self.request)
+        head.earlier_s, head.num_uses = self.earlier_s, self.num_uses
+        head.num_blocks = num_blocks
+        head.follower = self
+        self.num_blocks -= num_blocks
+        return head
+
+
+class Ghost(Run):
+    """Blocks that left. `tails` has a number for each, the hash of its hash, from the last one on:
+    a word in place of a hundred bytes."""
+
+    __slots__ = ("tails",)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.kind, run.used_s)
+        self.earlier_s, self.num_uses, self.continued = run.earlier_s, run.num_uses, run.continued
+        self.tails = array("q")
+
+    def num_shared(self, numbers: Sequence[int], start: int) -> int:
+        """How many of its first blocks are numbers[start:]. Chained: agreement is a prefix."""
+        size = min(self.num_blocks, len(numbers) - start)
+        tails = self.tails
+        return bisect_left(range(size), True, key=lambda i: tails[-1 - i] != numbers[start + i])
+
+
+class RunOrder(Order[_Key]):
+    """An order that has runs, and ghosts of up to `max_ghosts` blocks. What a policy adds: which
+    kind a run is of, and which kind leaves first."""
+
+    by_path = True
+    by_run = True
+
+    def __init__(self, num_kinds: int, max_ghosts: int) -> None:
+        self.now_s = 0.0
+        self._max_ghosts = max_ghosts
+        self._runs: dict[_Key, Run] = {}
+        self._ghosts: dict[int, Ghost] = {}  # by the first block; the oldest first
+        self._num_ghosts = 0  # blocks
+        self._offers: dict[_Key, int] = {}
+        self._queues: list[Queue[_Key]] = [Queue(self._offers) for _ in range(num_kinds)]
+        self._serial = 0
+        self._request = 0
+
+    @abstractmethod
+    def begin(self, known: list[Run], recalled: Run | None, num_fresh: int) -> int:
+        """A request uses runs that are kept, what comes again after them, and `num_fresh` blocks
+        that are new; returns of what kind these are. The others know nothing of this use yet."""
+
+    @abstractmethod
+    def reuse(self, run: Run) -> None:
+        """A run that is kept or came again is used: what does that change of it?"""
+
+    @abstractmethod
+    def choose(self, firsts: list[tuple[float, int, _Key] | None]) -> _Key | None:
+        """Which of the candidates leaves: of each kind, rank, serial and key of the first one."""
+
+    def rank(self, run: Run) -> float:
+        """Among those of its kind; the least leaves first."""
+        return run.used_s
+
+    def recall(self, ghost: Ghost, num_blocks: int) -> None:
+        """So many blocks of a ghost came again."""
+
+    def forget(self, ghost: Ghost) -> None:
+        """A ghost ends, for there are too many."""
+
+    def made(self, run: Run) -> None:
+        """A run or a ghost begins. Once it ends it has no blocks."""
+
+    def offer(self, key: _Key, added: int, last_used: int, hashes: Sequence[BlockHash]) -> None:
+        self.offer_run(key, self._runs.get(key) or Run(0, self.now_s))
+
+    def offer_run(self, key: _Key, run: Run) -> None:
+        run.leaf = key
+        self._serial += 1
+        self._queues[run.kind].offer(key, self.rank(run), self._serial)
+
+    def withdraw(self, key: _Key) -> None:
+        self._offers.pop(key, None)
+
+    def pop(self) -> _Key | None:
+        key = self.choose([queue.first() for queue in self._queues])
+        if key is not None:
+            del self._offers[key]
+        return key
+
+    def split(self, head: _Key, tail: _Key) -> None:
+        if tail in self._runs:
+            self._runs[head] = self._runs[tail]
+
+    def removed(self, key: _Key, hashes: Sequence[BlockHash], *, whole: bool) -> None:
+        run = self._runs.pop(key, None) if whole else self._runs.get(key)
+        if run is None or not hashes:
+            return
+        run.num_blocks -= len(hashes)
+        ghost = run.ghost
+        if ghost is not None and self._ghosts.get(ghost.tails[-1]) is ghost:
+            del self._ghosts[ghost.tails[-1]]
+        else:
+            ghost = run.ghost = Ghost(run)
+            self.made(ghost)
+        ghost.tails.extend(map(hash, reversed(hashes)))
+        ghost.num_blocks += len(hashes)
+        self._num_ghosts += len(hashes)
+        self._file(ghost)
+        while self._num_ghosts > self._max_ghosts:
+            oldest = self._ghosts.pop(next(iter(self._ghosts)))
+            self.forget(oldest)
+            self._num_ghosts -= oldest.num_blocks
+            oldest.num_blocks = 0
+
+    def used(
+        self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key] | None = None
+    ) -> None:
+        self._request += 1
+        runs, new = self._met(path)
+        recalled = self._recall(new)
+        num_fresh = sum(len(hashes) for _key, hashes in new)
+        if recalled is not None:
+            num_fresh -= recalled.num_blocks
+        fresh = Run(self.begin(runs, recalled, num_fresh), self.now_s, self._request)
+        fresh.num_blocks = num_fresh
+        if recalled is not None:
+            runs.append(recalled)
+        for run in runs:
+            run.num_uses += 1
+            self.reuse(run)
+            run.earlier_s, run.used_s = run.used_s, self.now_s
+            run.request, run.ghost = self._request, None
+        self._begin(new, recalled, fresh, split)
+        if num_fresh:
+            self.made(fresh)
+            runs.append(fresh)
+        follower = None
+        for run in reversed(runs):
+            run.follower, follower = follower, run
+        if runs and path[-1][0] not in self._runs:  # no full block: it stays as long as its parent
+            self._runs[path[-1][0]] = runs[-1]
+
+    def _met(self, path: Sequence[Span[_Key]]) -> tuple[list[Run], list[Span[_Key]]]:
+        """The runs that a path knows, each used as a whole, for the rest of it is parted; and what
+        is of none yet."""
+        spans: list[tuple[Run, int, int]] = []  # and where it starts, and how many blocks it has
+        new: list[Span[_Key]] = []
+        last, start, count = None, 0, 0
+        for at, span in enumerate(path):
+            run = self._runs.get(span[0])
+            if run is not last:
+                if last is not None:
+                    spans.append((last, start, count))
+                last, start, count = run, at, 0
+            count += len(span[1])
+            if run is None:
+                new.append(span)
+        if last is not None:
+            spans.append((last, start, count))
+        known: list[Run] = []
+        for run, start, count in spans:
+            if count == run.num_blocks:
+                known.append(run)
+                continue
+            head = run.part(count)
+            self.made(head)
+            known.append(head)
+            for key, _hashes in path[start:]:
+                if self._runs.get(key) is not run:
+                    break
+                self._runs[key] = head
+        return known, new
+
+    def _recall(self, new: Sequence[Span[_Key]]) -> Run | None:
+        """What comes again of evicted blocks, from the first of the new ones on; its ghosts end."""
+        if not new or not new[0][1] or hash(new[0][1][0]) not in self._ghosts:
+            return None
+        numbers = [hash(block_hash) for _key, hashes in new for block_hash in hashes]
+        recalled, at = Run(0, self.now_s), 0
+        while at < len(numbers) and (ghost := self._ghosts.pop(numbers[at], None)) is not None:
+            shared = ghost.num_shared(numbers, at)
+            self.recall(ghost, shared)
+            at += shared
+            self._num_ghosts -= shared
+            ghost.num_blocks -= shared
+            recalled.num_uses = max(recalled.num_uses, ghost.num_uses)
+            recalled.kind, recalled.used_s = ghost.kind, ghost.used_s
+            recalled.earlier_s = ghost.earlier_s
+            recalled.continued = ghost.continued and not ghost.num_blocks
+            if ghost.num_blocks:
+                del ghost.tails[-shared:]
+                self._file(ghost)
+                break
+        recalled.num_blocks = at
+        self.made(recalled)
+        return recalled
+
+    def _begin(
+        self,
+        new: Sequence[Span[_Key]],
+        recalled: Run | None,
+        fresh: Run,
+        split: Callable[[_Key, int], _Key] | None,
+    ) -> None:
+        """Give what is new its runs: the first blocks come again, the others are fresh."""
+        num_left = recalled.num_blocks if recalled is not None else 0
+        for key, hashes in new:
+            run = fresh
+            if num_left and recalled is not None:
+                run = recalled
+                if num_left < len(hashes):
+                    assert split is not None
+                    self._runs[split(key, num_left)] = recalled
+                    run = fresh
+                num_left -= min(num_left, len(hashes))
+            if hashes:
+                self._runs[key] = run
+
+    def _file(self, ghost: Ghost) -> None:
+        """Keep a ghost by its first block, as the newest. One of that block before it is of no use:
+        it was there again meanwhile."""
+        other = self._ghosts.pop(ghost.tails[-1], None)
+        if other is not None:
+            self._num_ghosts -= other.num_blocks
+            other.num_blocks = 0
+        self._ghosts[ghost.tails[-1]] = ghost
