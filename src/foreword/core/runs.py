@@ -173,6 +173,7 @@ class RunOrder(Order[_Key]):
         fresh = Run(self.begin(runs, recalled, num_fresh), self.now_s, self._request)
         fresh.num_blocks = num_fresh
         if recalled is not None:
+            recalled.continued = False
             runs.append(recalled)
         for run in runs:
             run.num_uses += 1
