@@ -75,6 +75,6 @@ def test_older_offers_go_when_they_are_more_than_the_leaves() -> None:
     sizes = []
     for used_at in range(8):
         order.offer("a", 0, used_at, ())
-        sizes.append(len(order._heap))
+        sizes.append(len(order._queue))
     assert sizes == [2, 3, 4, 5, 2, 3, 4, 5]
     assert [order.pop(), order.pop(), order.pop()] == ["b", "a", None]

@@ -256,13 +256,14 @@ class RunOrder(Order[_Key]):
         num_left = recalled.num_blocks if recalled is not None else 0
         for key, hashes in new:
             run = fresh
-            if num_left and recalled is not None:
-                run = recalled
-                if num_left < len(hashes):
+            here = min(num_left, len(hashes))  # now, for a split takes them off
+            num_left -= here
+            if recalled is not None and here:
+                if here < len(hashes):
                     assert split is not None
-                    self._runs[split(key, num_left)] = recalled
-                    run = fresh
-                num_left -= min(num_left, len(hashes))
+                    self._runs[split(key, here)] = recalled
+                else:
+                    run = recalled
             if hashes:
                 self._runs[key] = run
 
