@@ -93,7 +93,9 @@ def main() -> None:
     for timed, name in zip(made, args.policy.split(","), strict=True):
         each = sum(timed.request_s) / num_blocks * 1e6
         first = sum(made[0].request_s) / num_blocks * 1e6
-        print(f"{name:10}{each:10.2f}{each - first:12.2f}{max(timed.request_s) * 1e3:20.2f}", end="")
+        print(
+            f"{name:10}{each:10.2f}{each - first:12.2f}{max(timed.request_s) * 1e3:20.2f}", end=""
+        )
         print(f"{max(timed.calls) * 1e3:17.2f}" if args.calls else "")
 
 

@@ -92,6 +92,10 @@ class RunOrder(Order[_Key]):
         self._queues: list[Queue[_Key]] = [Queue(self._offers) for _ in range(num_kinds)]
         self._serial = 0
         self._request = 0
+        self._stranger = Run(0, 0.0)  # for what no request that has ended used
+        self._growing: Ghost | None = None  # not filed yet
+        self._leaving: Run | None = None  # whose end left last
+        self._next: _Key | None = None  # what is the end of that run now
 
     @abstractmethod
     def begin(self, known: list[Run], recalled: Run | None, num_fresh: int) -> int:
@@ -120,7 +124,13 @@ class RunOrder(Order[_Key]):
         """A run or a ghost begins. Once it ends it has no blocks."""
 
     def offer(self, key: _Key, added: int, last_used: int, hashes: Sequence[BlockHash]) -> None:
-        self.offer_run(key, self._runs.get(key) or Run(0, self.now_s))
+        run = self._runs.get(key)
+        if run is None:
+            run = self._stranger
+            run.used_s = self.now_s
+        elif run is self._leaving:
+            self._next = key
+        self.offer_run(key, run)
 
     def offer_run(self, key: _Key, run: Run) -> None:
         run.leaf = key
@@ -131,9 +141,15 @@ class RunOrder(Order[_Key]):
         self._offers.pop(key, None)
 
     def pop(self) -> _Key | None:
-        key = self.choose([queue.first() for queue in self._queues])
-        if key is not None:
-            del self._offers[key]
+        """A run that has begun to leave goes on until it is used or gone."""
+        key = self._next
+        if key is None or key not in self._offers:
+            key = self.choose([queue.first() if len(queue) else None for queue in self._queues])
+            if key is None:
+                return None
+            self._leaving = self._runs.get(key)
+        self._next = None
+        del self._offers[key]
         return key
 
     def split(self, head: _Key, tail: _Key) -> None:
@@ -146,25 +162,24 @@ class RunOrder(Order[_Key]):
             return
         run.num_blocks -= len(hashes)
         ghost = run.ghost
-        if ghost is not None and self._ghosts.get(ghost.tails[-1]) is ghost:
-            del self._ghosts[ghost.tails[-1]]
-        else:
-            ghost = run.ghost = Ghost(run)
-            self.made(ghost)
+        if ghost is None or ghost is not self._growing:
+            self._settle()
+            if ghost is not None and self._ghosts.get(ghost.tails[-1]) is ghost:
+                del self._ghosts[ghost.tails[-1]]
+                self._num_ghosts -= ghost.num_blocks
+            else:
+                ghost = run.ghost = Ghost(run)
+                self.made(ghost)
+            self._growing = ghost
         ghost.tails.extend(map(hash, reversed(hashes)))
         ghost.num_blocks += len(hashes)
-        self._num_ghosts += len(hashes)
-        self._file(ghost)
-        while self._num_ghosts > self._max_ghosts:
-            oldest = self._ghosts.pop(next(iter(self._ghosts)))
-            self.forget(oldest)
-            self._num_ghosts -= oldest.num_blocks
-            oldest.num_blocks = 0
 
     def used(
         self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key] | None = None
     ) -> None:
         self._request += 1
+        self._leaving = self._next = None
+        self._settle()
         runs, new = self._met(path)
         recalled = self._recall(new)
         num_fresh = sum(len(hashes) for _key, hashes in new)
@@ -266,6 +281,19 @@ class RunOrder(Order[_Key]):
                     run = recalled
             if hashes:
                 self._runs[key] = run
+
+    def _settle(self) -> None:
+        """File the ghost that grew, and let go what is too much."""
+        if self._growing is None:
+            return
+        self._file(self._growing)
+        self._num_ghosts += self._growing.num_blocks
+        self._growing = None
+        while self._num_ghosts > self._max_ghosts:
+            oldest = self._ghosts.pop(next(iter(self._ghosts)))
+            self.forget(oldest)
+            self._num_ghosts -= oldest.num_blocks
+            oldest.num_blocks = 0
 
     def _file(self, ghost: Ghost) -> None:
         """Keep a ghost by its first block, as the newest. One of that block before it is of no use:

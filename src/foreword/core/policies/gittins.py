@@ -12,9 +12,9 @@ Times are those of the owner's clock, in seconds. Work per call is bounded: a ta
 piece by piece, over many requests.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from math import log
 from typing import TypeVar
 
 from foreword.core.policy import Policy
@@ -46,9 +46,7 @@ _AT_ONCE = 500  # runs looked at per call while learning
 
 
 def _bin(age_s: float) -> int:
-    if age_s <= 0:
-        return 0
-    return min(_NUM_BINS - 1, int(log(1 + age_s * (_GROWTH - 1) / _FIRST_S) / log(_GROWTH)))
+    return max(0, min(_NUM_BINS, bisect_right(_EDGES, age_s)) - 1)
 
 
 def _step(bounds: Sequence[int], value: int) -> int:
