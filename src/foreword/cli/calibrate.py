@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any] | str:
         if reads is not None:
             memo.reads[tier] = reads
     memo.save()
-    costs = engine.cache.lower.costs
+    costs = engine.cache.restores.costs
     assert costs is not None
     costs.step = cost
     result = {
