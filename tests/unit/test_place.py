@@ -8,7 +8,7 @@ from foreword.core.cost import Costs, StepCost, TierCost
 from foreword.core.lease import Copy, Load, Store
 from foreword.core.place import Gain, OnSecondUse, WriteBack, WriteThrough
 from foreword.core.request import NO_HINTS, Hints
-from foreword.core.reuse import ReuseRates
+from foreword.core.reuse import Likeness, ReuseRates
 from foreword.core.tier import Tier
 from laws import check_index, check_pool, check_tier
 
@@ -212,7 +212,7 @@ def test_tenants_and_documents_are_learnt_apart():
     for of in ("tenant", "document"):
         bench = Bench(Gain, costs=COSTS, capacity=2000)
         again = {"root": OTHER} if of == "tenant" else {"hints": Hints(prompt_cache_key="again")}
-        for number in range(80):
+        for number in range(150):
             bench.run(fresh(2 * number))
             bench.run(fresh(2 * number + 1), **again)
             if number:
@@ -234,11 +234,10 @@ def test_a_tier_that_is_slower_than_computing_gets_nothing(latency_s, bytes_per_
 def test_a_full_tier_takes_what_is_worth_more_than_what_leaves():
     """Prompts in turn, one more than fit: all are asked again, so storing one costs another."""
     bench = Bench(Gain, num_blocks=4, capacity=20, costs=COSTS)
-    stored = [bench.run(fresh(number % 6, 8)) for number in range(240)]
+    stored = [bench.run(fresh(number % 6, 8)) for number in range(600)]
     through = Bench(WriteThrough, num_blocks=4, capacity=20)
-    assert sum(stored[120:]) < 0.7 * sum(
-        [through.run(fresh(number % 6, 8)) for number in range(240)][120:]
-    )
+    assert [through.run(fresh(number % 6, 8)) for number in range(600)] == [4] * 600
+    assert sum(stored[300:]) < 0.7 * 4 * 300
 
 
 def test_a_stable_prefix_goes_down_whatever_is_known():
@@ -252,25 +251,28 @@ def test_a_stable_prefix_goes_down_whatever_is_known():
 def test_rates_start_from_the_general_and_forget():
     rates = ReuseRates(2, 10)
     general, special = rates.counts("all"), rates.counts("one")
-    assert rates.rate((general, special), 0) == 1.0
+
+    def rate(*classes):
+        return rates.rates(Likeness(classes))
+
+    assert rate(general, special) == [1.0, 1.0]
     general[:2] = 400.0, 100.0
-    assert rates.rate((general, special), 0) == pytest.approx(0.25, abs=0.01)
+    assert rate(general, special) == [pytest.approx(0.25, abs=0.01), 1.0], "each tier has its own"
     special[:2] = 4.0, 4.0
-    assert rates.rate((general, special), 0) == pytest.approx(0.63, abs=0.01)
-    assert rates.rate((general, special), 1) == 1.0, "each tier has its own"
-    hashes = [BlockHash(bytes([at % 256, at >> 8]) * 16) for at in range(3000)]
-    for block_hash in hashes:
-        rates.watch(block_hash, (general,))
+    assert rate(general, special)[0] == pytest.approx(0.63, abs=0.01)
+    alike = Likeness((general,))
+    for at in range(3000):
+        rates.watch(BlockHash(bytes([at % 256, at >> 8]) * 16), alike)
         rates.advance(1)
     assert general[0] < 520, "the past counts less and less"
-    assert rates.rate((general,), 0) < 0.03
+    assert rates.rates(alike)[0] < 0.03
 
 
 def test_a_late_use_makes_up_for_what_was_counted():
     rates = ReuseRates(1, 2)
     chain = Chain(ROOT, 2, fresh(1))
     counts = rates.counts("all")
-    rates.watch(chain.hashes[3], (counts,))
+    rates.watch(chain.hashes[3], Likeness((counts,)))
     rates.advance(100)
     assert counts == [1.0, 0.0]
     assert rates.used(chain.hashes, [(None, 0, 2)]) == 4
@@ -281,20 +283,30 @@ def test_what_the_device_still_has_says_nothing():
     rates = ReuseRates(1, 2)
     chain = Chain(ROOT, 2, fresh(1))
     counts = rates.counts("all")
-    rates.watch(chain.hashes[3], (counts,))
+    rates.watch(chain.hashes[3], Likeness((counts,)))
     assert rates.used(chain.hashes, [(None, 0, 4)]) == 4
     rates.advance(100)
     assert counts == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("known", range(10))
+def test_refused_blocks_are_found_to_the_last(known):
+    rates = ReuseRates(1, 2)
+    chain = Chain(ROOT, 2, fresh(1, 40))
+    rates.refused(chain.hashes, 3, 3 + known)
+    assert rates.used(chain.hashes, [(None, 0, 3)]) == 3 + known
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("foreword.core.reuse._MAX_KNOWN", 50)
+    monkeypatch.setattr("foreword.core.reuse._MAX_WATCHED", 50)
+    monkeypatch.setattr("foreword.core.reuse._MAX_REFUSED", 50)
     monkeypatch.setattr("foreword.core.reuse._MAX_CLASSES", 20)
     bench = Bench(Gain, num_blocks=8, costs=COSTS)
     for number in range(300):
         bench.run(fresh(number), root=BlockHash(bytes([number % 250]) * 32))
     rates = bench.cache.lower.placement._rates
-    assert len(rates._young) + len(rates._old) <= 100
+    assert len(rates._watched) + len(rates._watched_before) <= 100
+    assert len(rates._refused) + len(rates._refused_before) <= 2 * (50 + 4)
     assert len(rates._classes) <= 20
     assert len(rates._due) <= 51
     assert not bench.cache.lower.placement._pieces

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from foreword.core.block import BlockHash
 from foreword.core.cost import Costs
 from foreword.core.lease import Lease
-from foreword.core.reuse import Counts, ReuseRates, Source
+from foreword.core.reuse import Likeness, ReuseRates, Source
 from foreword.core.tier import Tier
 
 ALL = sys.maxsize
@@ -66,11 +66,11 @@ class WriteBack(Placement):
         return [0] * len(self.tiers)
 
 
-# Of a request's blocks: first and end of some that are alike, and the classes that they are of.
-_Piece = tuple[int, int, tuple[Counts, ...]]
-_FROM_START = (4, 16, 64, 256)  # new blocks, where pieces end
-_FROM_END = (8, 4, 2, 1, 0)
-_USED, _ANSWER = ("used",), ("answer",)
+_Piece = tuple[int, int, Likeness]  # of a request's blocks: first and end of some that are alike
+_FROM_START = (4, 32, 256)  # new blocks, where pieces end
+_FROM_END = (8, 2, 0)
+_USED, _ANSWER, _APPENDED = 1000, 1001, 2000  # names of pieces, beside their ends
+_MAX_KINDS = 1024  # of requests
 
 
 class Gain(Placement):
@@ -87,7 +87,11 @@ class Gain(Placement):
     def __init__(self, tiers: Sequence[Tier], num_blocks: int) -> None:
         super().__init__(tiers, num_blocks)
         self._rates = ReuseRates(len(tiers), num_blocks)
+        self._left = [Likeness((self._rates.counts(("left", at)),)) for at in range(len(tiers))]
         self._pieces: dict[Lease, list[_Piece]] = {}
+        # By tenant, document and length: by the piece's name.
+        self._kinds: dict[tuple[BlockHash, str, int], dict[int, Likeness]] = {}
+        self._num_drops = 0
 
     def wanted(self, lease: Lease, sources: Sequence[Source]) -> list[int]:
         num_used = self._rates.used(lease.chain.hashes, sources) if lease.matched else 0
@@ -99,38 +103,50 @@ class Gain(Placement):
 
     def ended(self, lease: Lease) -> None:
         hashes, stop = lease.chain.hashes, lease.num_published
-        for first, end, classes in self._pieces.pop(lease):
+        odd = hashes[-1][0] % 2 if hashes else 0  # half of them will do
+        for first, end, alike in self._pieces.pop(lease)[odd::2]:
             if (size := min(end, stop) - first) > 0:
                 # One stands for all; which one is by its hash, so that all places have a turn.
-                self._rates.watch(hashes[first + hashes[first][0] % size], classes)
-        self._rates.refused(hashes[min(lease.num_wanted) : stop])
+                self._rates.watch(hashes[first + hashes[first][0] % size], alike)
+        self._rates.refused(hashes, min(lease.num_wanted), stop)
         self._rates.advance(stop - lease.num_reused_tokens // lease.chain.block_size)
 
     def dropped(self, tier: int, hashes: Sequence[BlockHash]) -> None:
-        self._rates.watch(hashes[0], (self._rates.counts(("dropped", tier)),))
+        self._num_drops += 1
+        if self._num_drops % 3 == 0:  # a sample will do
+            self._rates.watch(hashes[self._num_drops % len(hashes)], self._left[tier])
 
     def _split(self, lease: Lease, num_used: int) -> list[_Piece]:
         """What was used before; what is new, by how far it is from both its ends; the answer."""
         stop = len(lease.chain.hashes)
         num_new = stop - num_used
+        kind = (lease.chain.root, lease.hints.prompt_cache_key, num_new.bit_length() // 2)
+        known = self._kinds.get(kind)
+        if known is None:
+            if len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            known = self._kinds[kind] = {}
         ends = [(num_used + at, at) for at in _FROM_START if at < num_new - _FROM_END[0]]
         ends += [(stop - at, -at) for at in _FROM_END if at < num_new]
-        kind = "appended" if num_used else "opening"
-        pieces = [(0, num_used, self._classes(lease, _USED))] if num_used else []
-        first = num_used
-        for end, at in ends:
-            pieces.append((first, end, self._classes(lease, (kind, at), num_new.bit_length() // 2)))
-            first = end
-        pieces.append((stop, ALL, self._classes(lease, _ANSWER)))
+        offset = _APPENDED if num_used else 0
+        first, pieces = 0, []
+        for end, piece in ((num_used, _USED), *ends, (ALL, _ANSWER)):
+            if end > first:
+                name = piece + offset if end != num_used and end != ALL else piece
+                alike = known.get(name)
+                if alike is None:
+                    alike = known[name] = self._alike(kind, name)
+                pieces.append((first, end, alike))
+                first = end
         return pieces
 
-    def _classes(self, lease: Lease, segment: Hashable, size: int = 0) -> tuple[Counts, ...]:
-        """From all new blocks to those of this segment, tenant and document."""
-        root, document = lease.chain.root, lease.hints.prompt_cache_key
-        keys: list[Hashable] = [(segment, size), (root, segment), (root, segment, document)]
-        if segment != _USED:  # that others are not used says nothing of one that was
+    def _alike(self, kind: tuple[BlockHash, str, int], name: int) -> Likeness:
+        """From all new blocks to those of this tenant's document."""
+        root, document, size = kind
+        keys: list[Hashable] = [(name, size), (root, name), (root, name, document)]
+        if name != _USED:  # that others are not used says nothing of one that was
             keys.insert(0, "new")
-        return tuple([self._rates.counts(key) for key in keys])
+        return Likeness([self._rates.counts(key) for key in keys])
 
     def _worth(self, lease: Lease, pieces: Sequence[_Piece], number: int) -> int:
         """How many leading blocks have the greatest sum of gains in a tier, beyond those that it
@@ -141,20 +157,17 @@ class Gain(Placement):
         read = costs.tiers[number].cost
         wanted = kept = lease.num_stored[number]
         move_s = read.load_s(costs.block_bytes) - read.latency_s
-        victim = 0.0
-        if tier.num_blocks >= tier.capacity:
-            left = (self._rates.counts(("dropped", number)),)
-            victim = self._rates.rate(left, number, prior=0.0)
-        gain_s = 0.0 if kept else -read.latency_s * self._rates.rate(pieces[0][2], number)
+        is_full = tier.num_blocks >= tier.capacity
+        victim = self._rates.rates(self._left[number], 0.0)[number] if is_full else 0.0
+        gain_s = 0.0 if kept else -read.latency_s * self._rates.rates(pieces[0][2])[number]
         most_s = 0.0
-        for start, stop, classes in pieces:
+        for start, stop, alike in pieces:
             first = max(start, kept)
             if first >= stop or (stop == ALL and wanted < start):
                 continue  # an answer that may be none is no reason to keep its prompt
             count = 1 if stop == ALL else stop - first
             saved_s = max(0.0, costs.block_s(first + count // 2) - move_s)
-            rate = self._rates.rate(classes, number)
-            gain_s += count * ((rate - victim) * saved_s - move_s)
+            gain_s += count * ((self._rates.rates(alike)[number] - victim) * saved_s - move_s)
             if gain_s > most_s:
                 most_s, wanted = gain_s, stop
         return wanted

@@ -17,10 +17,25 @@ Counts = list[float]
 Source = tuple[int | None, int, int]
 
 _MAX_CLASSES = 4096
-_MAX_KNOWN = 1 << 16  # blocks of one generation; two are remembered
+_MAX_WATCHED = 1 << 13  # blocks of one generation; two are remembered
+_MAX_REFUSED = 1 << 16  # likewise
+_STRIDE = 4
+_REFRESH = 64  # times in a window
 _MAX_COUNT = 512.0  # beyond it the past counts half
 _TRUST = 4.0  # so many settled blocks weigh as much as what is known of the class above
 _WINDOW = 2  # times what the device holds
+
+
+class Likeness:
+    """What alike blocks have in common: counts of their classes, the general ones first; and from
+    these how likely such a block is used again, by tier, worked out now and then."""
+
+    __slots__ = ("classes", "due", "rates")
+
+    def __init__(self, classes: Sequence[Counts]) -> None:
+        self.classes = classes
+        self.rates: list[float] = []
+        self.due = -1
 
 
 class _Watch:
@@ -37,11 +52,11 @@ class ReuseRates:
     def __init__(self, num_tiers: int, num_blocks: int) -> None:
         self._num_tiers = num_tiers
         self._window = _WINDOW * num_blocks
-        self._stride = 1 + num_blocks // _MAX_KNOWN
         self._classes: dict[Hashable, Counts] = {}
-        # By hash: who watches a block, or None for one that was refused.
-        self._young: dict[BlockHash, _Watch | None] = {}
-        self._old: dict[BlockHash, _Watch | None] = {}
+        self._watched: dict[BlockHash, _Watch] = {}
+        self._watched_before: dict[BlockHash, _Watch] = {}
+        self._refused: set[BlockHash] = set()
+        self._refused_before: set[BlockHash] = set()
         self._due: deque[tuple[int, _Watch]] = deque()  # when each counts as not used
         self._clock = 0  # blocks computed
 
@@ -54,66 +69,83 @@ class ReuseRates:
             found = self._classes[key] = [0.0] * (2 * self._num_tiers)
         return found
 
-    def rate(self, classes: Sequence[Counts], tier: int, prior: float = 1.0) -> float:
-        """Of a block that is of these classes, the general ones first: each special one says the
-        more the more was seen of it."""
-        for counts in classes:
-            prior = (counts[2 * tier + 1] + _TRUST * prior) / (counts[2 * tier] + _TRUST)
-        return prior
+    def rates(self, alike: Likeness, prior: float = 1.0) -> list[float]:
+        """Of such a block, by tier: each special class says the more the more was seen of it."""
+        if alike.due <= self._clock:
+            alike.due = self._clock + self._window // _REFRESH + 1
+            alike.rates = [prior] * self._num_tiers
+            for tier in range(self._num_tiers):
+                rate = prior
+                for counts in alike.classes:
+                    rate = (counts[2 * tier + 1] + _TRUST * rate) / (counts[2 * tier] + _TRUST)
+                alike.rates[tier] = rate
+        return alike.rates
 
     def used(self, hashes: Sequence[BlockHash], sources: Sequence[Source]) -> int:
         """A request uses blocks of a chain, from its first to what is computed. Returns how many
         leading ones were there before, as far as is remembered."""
-        young, old = self._young, self._old
-        known = [at for at, h in enumerate(hashes) if h in young or h in old]
-        for at in known:
-            watch = young.pop(hashes[at], None) or old.pop(hashes[at], None)
-            if watch is not None:
-                found = (place for place, first, stop in sources if first <= at < stop)
-                self._settle(watch, next(found, self._num_tiers - 1))
-        return max(known[-1] + 1 if known else 0, sources[-1][2] if sources else 0)
+        num_used = sources[-1][2] if sources else 0
+        first = num_used + -num_used % _STRIDE
+        probes = (*hashes[num_used : num_used + 1], *hashes[first::_STRIDE])
+        for refused in (self._refused, self._refused_before):
+            if not refused.isdisjoint(probes):
+                last = max(at for at, h in enumerate(probes) if h in refused)
+                at = first + (last - 1) * _STRIDE if last else num_used
+                ends = range(at, min(at + _STRIDE, len(hashes)))
+                num_used = 1 + max(end for end in ends if hashes[end] in refused)
+                break
+        for watched in (self._watched, self._watched_before):
+            if not watched.keys().isdisjoint(hashes):
+                for at in [at for at, h in enumerate(hashes) if h in watched]:
+                    num_used = max(num_used, at + 1)
+                    found = (place for place, first, stop in sources if first <= at < stop)
+                    self._settle(watched.pop(hashes[at]), next(found, self._num_tiers - 1))
+        return num_used
 
-    def watch(self, block_hash: BlockHash, classes: Sequence[Counts]) -> None:
+    def watch(self, block_hash: BlockHash, alike: Likeness) -> None:
         """See whether a block is used again; nothing where that is under way."""
-        if not (self._young.get(block_hash) or self._old.get(block_hash)):
-            watch = _Watch(classes)
-            self._remember(block_hash, watch)
-            self._due.append((self._clock + self._window, watch))
+        if block_hash in self._watched or block_hash in self._watched_before:
+            return
+        if len(self._watched) >= _MAX_WATCHED:
+            self._watched, self._watched_before = {}, self._watched
+        watch = self._watched[block_hash] = _Watch(alike.classes)
+        self._due.append((self._clock + self._window, watch))
 
-    def refused(self, hashes: Sequence[BlockHash]) -> None:
-        """Blocks that were not stored: their next use is their second."""
-        for block_hash in (*hashes[:: self._stride], *hashes[-1:]):
-            if block_hash not in self._young and block_hash not in self._old:
-                self._remember(block_hash, None)
+    def refused(self, hashes: Sequence[BlockHash], start: int, stop: int) -> None:
+        """Blocks of a chain that were not stored: their next use is their second. Remembers the
+        first ones, the last one, and of those between each that lies at a whole stride."""
+        if start >= stop:
+            return
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused, self._refused_before = set(), self._refused
+        between = hashes[start + -start % _STRIDE : stop : _STRIDE]
+        self._refused.update(hashes[start : min(start + _STRIDE, stop)], between)
+        self._refused.add(hashes[stop - 1])
 
     def advance(self, num_blocks: int) -> None:
         """So many blocks were computed."""
         self._clock += num_blocks
-        while self._due and (self._due[0][0] <= self._clock or len(self._due) > _MAX_KNOWN):
+        while self._due and (self._due[0][0] <= self._clock or len(self._due) > _MAX_WATCHED):
             watch = self._due.popleft()[1]
             if watch.is_open:
                 watch.is_open = False
                 for counts in watch.classes:
-                    for tier in range(self._num_tiers):
-                        _add(counts, tier, 1, 0)
+                    for at in range(0, 2 * self._num_tiers, 2):
+                        counts[at] += 1.0
+                        if counts[at] > _MAX_COUNT:
+                            _forget(counts, at)
 
     def _settle(self, watch: _Watch, place: int | None) -> None:
         if place is not None:
             for counts in watch.classes:
-                for tier in range(place + 1):
-                    _add(counts, tier, watch.is_open, 1)
+                for at in range(0, 2 * place + 2, 2):
+                    counts[at] += watch.is_open
+                    counts[at + 1] = min(counts[at], counts[at + 1] + 1.0)
+                    if counts[at] > _MAX_COUNT:
+                        _forget(counts, at)
         watch.is_open = False
 
-    def _remember(self, block_hash: BlockHash, watch: _Watch | None) -> None:
-        if len(self._young) >= _MAX_KNOWN:
-            self._young, self._old = {}, self._young
-        self._young[block_hash] = watch
 
-
-def _add(counts: Counts, tier: int, settled: int, used: int) -> None:
-    at = 2 * tier
-    counts[at] += settled
-    counts[at + 1] = min(counts[at], counts[at + 1] + used)
-    if counts[at] > _MAX_COUNT:
-        counts[at] /= 2
-        counts[at + 1] /= 2
+def _forget(counts: Counts, at: int) -> None:
+    counts[at] /= 2
+    counts[at + 1] /= 2
