@@ -14,7 +14,8 @@ from foreword.cli.measure import ask
 from foreword.cli.verify import RecordingEngine
 from foreword.core.block import BlockHash
 from foreword.core.errors import EngineBusy
-from foreword.core.request import Request, SamplingParams
+from foreword.core.place import PLACEMENTS
+from foreword.core.request import Hints, Request, SamplingParams
 from foreword.engine import engine as engine_module
 from foreword.engine import tiers as tiers_module
 from foreword.engine.settings import EngineSettings
@@ -110,6 +111,50 @@ def test_what_the_device_evicts_comes_back(settings, truth, tmp_path, tiers):
             by_tier = {tier.name: tier.num_hit_tokens for tier in engine.stats.tiers}
             assert by_tier[tiers[0]] >= 300, "the fastest that has them gives them"
             same_bits(engine, truth)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("store", [name for name in PLACEMENTS if name != "gain"])
+def test_whatever_goes_below_the_answers_are_the_same(settings, truth, tmp_path, store):
+    """`gain` is the default of all other tests. On the second round all are stored; the third has
+    to find them."""
+    more = replace(settings, store=store, disk_bytes=ROOM, disk_folder=tmp_path / "kv")
+
+    async def work():
+        async with serving(more) as engine:
+            texts = await answers(engine, PROMPTS * 2)
+            assert texts == truth[0]
+            same_bits(engine, truth)
+            assert await answers(engine, PROMPTS) == texts[:3]
+            [disk] = engine.stats.tiers
+            # What is used again before it is evicted is nothing here, so nothing is a second use.
+            assert (disk.num_hit_tokens > 0) == (store != "on-second-use")
+
+    asyncio.run(work())
+
+
+def test_hints_change_where_kv_is_kept_and_no_answer(settings, truth, tmp_path):
+    on_disk = replace(settings, disk_bytes=ROOM, disk_folder=tmp_path / "kv")
+    prompt = PROMPTS[0]
+
+    async def asked(engine, **hints):
+        request = Request("hinted", tuple(prompt), SAMPLING, hints=Hints(**hints))
+        outputs = [output async for output in engine.generate(request)]
+        await written(engine)
+        assert tuple(t for o in outputs for t in o.token_ids) == tuple(truth[0][0])
+        return outputs[0].num_cached_tokens
+
+    async def work():
+        async with serving(on_disk) as engine:
+            assert await asked(engine, cacheable=False) == 0
+            assert await asked(engine, cacheable=False) == 0, "nobody reuses it"
+            assert await asked(engine, max_offload_tokens=70) == 0
+            assert await asked(engine, cacheable=False) == 199, "it may reuse what others left"
+            [disk] = engine.stats.tiers
+            assert disk.num_stored_blocks == 70 // 16
+        async with serving(on_disk) as engine:
+            assert await asked(engine, prompt_cache_key="a", ttl_s=5.0, num_stable_tokens=99) == 64
 
     asyncio.run(work())
 

@@ -5,10 +5,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
-from foreword.core.policies.gittins import GITTINS
-from foreword.core.policy import FIFO, LRU
-from laws import Listener, Slots, check_index, check_leases, check_pool
+from foreword.core.cost import Costs, StepCost, TierCost
+from foreword.core.lease import Drop, Load
+from foreword.core.place import PLACEMENTS
+from foreword.core.policies import POLICIES
+from foreword.core.request import NO_HINTS, Hints
+from foreword.core.tier import Tier
+from laws import Listener, Slots, check_index, check_leases, check_pool, check_tier
 
+HINTS = st.just(NO_HINTS) | st.builds(
+    Hints,
+    prompt_cache_key=st.sampled_from(["", "a"]),
+    num_stable_tokens=st.none() | st.integers(0, 12),
+    max_offload_tokens=st.none() | st.integers(0, 12),
+    cacheable=st.booleans(),
+)
 ROOTS = [BlockHash(bytes([i]) * 32) for i in range(2)]
 
 
@@ -17,11 +28,26 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4]),
         num_blocks=st.integers(2, 14),
         alphabet=st.sampled_from([1, 2, 3, 50]),  # with many, a wrong copy shows
-        policy=st.sampled_from([LRU, FIFO, GITTINS]),
+        policy=st.sampled_from(list(POLICIES.values())),
+        room=st.sampled_from([None, 3, 40]),  # below the device
+        placement=st.sampled_from(list(PLACEMENTS.values())),
+        move_s=st.sampled_from([None, 0.01, 0.5]),  # of a block that is computed in 1 s
     )
-    def start(self, block_size, num_blocks, alphabet, policy):
+    def start(self, block_size, num_blocks, alphabet, policy, room, placement, move_s):
         self.block_size, self.alphabet = block_size, alphabet
-        self.cache = KVCache(num_blocks, block_size, record_events=True, policy=policy)
+        tiers = [] if room is None else [Tier(room, policy=policy)]
+        self.cache = KVCache(
+            num_blocks,
+            block_size,
+            record_events=True,
+            tiers=tiers,
+            policy=policy,
+            placement=placement,
+        )
+        if tiers and move_s is not None:
+            reads = (TierCost(0.0, 1 / move_s),)
+            self.cache.lower.placement.costs = Costs.known(StepCost(1.0), reads, 1, 1)
+        self.below = {}  # block hash: what its slot held when it was stored
         self.slots = Slots(num_blocks, block_size)
         self.listener = Listener()
         self.leases = []
@@ -46,8 +72,30 @@ class CacheMachine(RuleBasedStateMachine):
                 best = max(best, next((i for i, (a, b) in enumerate(pairs) if a != b), size))
         return best - 1
 
-    @rule(data=st.data(), root=st.sampled_from(ROOTS), match=st.sampled_from([True, True, False]))
-    def admit(self, data, root, match):
+    def perform(self):
+        """What the cache wants of its tier, before anything is written to a slot."""
+        for effect in self.cache.lower.take_effects():
+            if isinstance(effect, Drop):
+                for block_hash in effect.hashes:
+                    del self.below[block_hash]
+                continue
+            hashes = effect.chain.hashes[effect.start :]
+            for block_hash, block_id in zip(hashes, effect.block_ids, strict=False):
+                held = self.slots.block(block_id)
+                assert held[-1][0] == effect.chain.root
+                stop = len(held[-1]) - 1
+                assert list(held[-1][1:]) == effect.chain.token_ids[:stop]
+                assert effect.chain.hashes[stop // self.block_size - 1] == block_hash
+                self.below[block_hash] = held
+            self.cache.lower.stored(effect.tier, hashes[: len(effect.block_ids)], ok=True)
+
+    @rule(
+        data=st.data(),
+        root=st.sampled_from(ROOTS),
+        match=st.sampled_from([True, True, False]),
+        hints=HINTS,
+    )
+    def admit(self, data, root, match, hints):
         base = data.draw(st.sampled_from(self.prompts))
         tokens = base[: data.draw(st.integers(0, len(base)))]
         letters = st.integers(0, self.alphabet - 1)
@@ -55,7 +103,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.prompts.append(tokens)
         chain = Chain(root, self.block_size, tokens)
         free, reusable = self.cache.pool.num_free, self.reusable(chain) if match else 0
-        admitted = self.cache.admit(chain, match=match)
+        admitted = self.cache.admit(chain, match=match, hints=hints)
+        self.perform()
         if admitted is Refusal.PASSED_OVER:
             assert match
             assert any(lease.leads in chain.hashes for lease in self.leases)
@@ -66,6 +115,15 @@ class CacheMachine(RuleBasedStateMachine):
             return
         lease, copies = admitted
         self.leases.append(lease)
+        loads = [effect for effect in copies if isinstance(effect, Load)]
+        for load in loads:
+            for at in range(load.start, load.stop):
+                self.slots.held[lease.block_ids[at]] = list(self.below[chain.hashes[at]])
+            self.cache.loaded(load, load.start, load.stop)
+            self.note_stored(lease)
+        if loads:
+            assert lease.num_reused_tokens >= reusable // self.block_size * self.block_size
+            return
         if lease.num_reused_tokens != reusable:
             assert self.cache.pool.num_free == 0, "less than possible only for want of room"
             assert lease.num_reused_tokens == reusable // self.block_size * self.block_size
@@ -104,6 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = list(lease.block_ids)
         if lease.copy is None and len(lease.chain) < 40:
             fits = self.cache.extend(lease, len(lease.chain) + 1)
+            self.perform()
             grown = len(lease.chain) // self.block_size + 1
             if fits:
                 lease.chain.extend((data.draw(st.integers(0, self.alphabet - 1)),))
@@ -131,6 +190,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def clear(self):
         if self.cache.clear():
+            self.perform()
+            assert not self.below
             assert not self.leases
             self.stored.clear()
         else:
@@ -143,6 +204,12 @@ class CacheMachine(RuleBasedStateMachine):
         check_pool(self.cache, self.leases)
         check_index(self.cache)
         check_leases(self.leases, self.block_size)
+        self.perform()
+        for tier in self.cache.lower.tiers:
+            check_tier(tier)
+            kept = {h for h, entry in tier._entries.items() if entry.kept}
+            assert kept == set(self.below)
+            assert {tier._entries[h].parent for h in kept} <= kept | set(ROOTS), "below its parent"
         for lease in self.leases:
             self.slots.check(lease, lease.num_computed_tokens)
         self.listener.hear(self.cache.take_events())
