@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from foreword.core.block import BlockHash, BlockId, Chain
 from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import Drop, Lease, Load, Store
-from foreword.core.place import Placement
+from foreword.core.place import ALL, Placement
 from foreword.core.plan import Extent
 from foreword.core.reuse import Source
 from foreword.core.tier import Tier
@@ -32,11 +32,10 @@ class LowerTiers:
             first = min(lease.elsewhere.get(number, 0), len(hashes))
             lease.num_stored[number] = first + tier.num_kept(hashes, first, len(hashes))
         sources: list[Source] = [(None, 0, num_device), *runs]
-        wanted = self.placement.wanted(lease, sources)
+        most = ALL if hints.cacheable else 0
         if hints.max_offload_tokens is not None:
-            most = hints.max_offload_tokens // lease.chain.block_size
-            wanted = [min(most, num_blocks) for num_blocks in wanted]
-        lease.num_wanted = wanted
+            most = min(most, hints.max_offload_tokens // lease.chain.block_size)
+        lease.num_wanted = [min(most, num) for num in self.placement.wanted(lease, sources)]
 
     def keep(self, lease: Lease) -> None:
         """Let each tier have the published blocks of a lease that it is to have and lacks."""
