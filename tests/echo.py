@@ -8,6 +8,7 @@ from itertools import cycle, islice, takewhile
 from typing import Any
 
 from foreword.core.errors import EngineBusy, EngineStopped, RequestError
+from foreword.core.ghost import Outlook
 from foreword.core.request import (
     FinishReason,
     ModelCard,
@@ -17,8 +18,24 @@ from foreword.core.request import (
     TokenLogprob,
 )
 from foreword.core.stats import EngineStats
+from foreword.core.worth import Balance, WhatIf
 
 VOCAB_SIZE = 256
+
+
+class EchoValue:
+    """Worth nothing, as long as nobody says otherwise."""
+
+    def __init__(self) -> None:
+        nothing = Outlook((0.0,), None)
+        self.if_what = WhatIf(0.0, 0.0, 1, 16, ("device",), nothing, ())
+        self.balances: dict[str, Balance] = {}  # by tenant
+
+    def what_if(self) -> WhatIf:
+        return self.if_what
+
+    def balance(self, tenant: str) -> Balance:
+        return self.balances.get(tenant, Balance(0.0, ("device",), (), (), ()))
 
 
 class EchoEngine:
@@ -34,6 +51,7 @@ class EchoEngine:
         self.stopped = False
         self.busy = False
         self.stats = EngineStats()
+        self.value = EchoValue()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -61,10 +61,10 @@ class Timed:
             cache.loaded(effect, effect.start, effect.stop)
         cache.filled(lease, len(chain) - 1 - lease.num_computed_tokens)
         cache.release(lease)
-        for effect in cache.lower.take_effects():
-            if isinstance(effect, Store):
-                stop = effect.start + len(effect.block_ids)
-                cache.lower.stored(effect.tier, effect.chain.hashes[effect.start : stop], ok=True)
+        for write in cache.lower.take_effects():
+            if isinstance(write, Store):
+                stop = write.start + len(write.block_ids)
+                cache.lower.stored(write.tier, write.chain.hashes[write.start : stop], ok=True)
         self.request_s.append(time.thread_time() - begin_s)
 
 

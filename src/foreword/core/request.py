@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 from foreword.core.errors import RequestError
 from foreword.core.stats import EngineStats
+from foreword.core.worth import Value
 
 FinishReason = Literal["stop", "length"]
 # How a model writes a call: as JSON between <tool_call> and </tool_call>, or as JSON and no more.
@@ -112,6 +113,11 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats:
         """Counts since start. Cheap, and may be read from any thread."""
+        ...
+
+    @property
+    def value(self) -> Value:
+        """What its cache is worth."""
         ...
 
     def encode(self, text: str) -> list[int]:

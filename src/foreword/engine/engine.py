@@ -25,7 +25,7 @@ from foreword.core.identity import Identity
 from foreword.core.request import ModelCard, Output, Request, check_request
 from foreword.core.scheduler import Scheduler, Step
 from foreword.core.stats import EngineStats
-from foreword.engine.facts import banner, for_replay
+from foreword.engine.facts import banner, card_of, for_replay
 from foreword.engine.grammar import Grammars
 from foreword.engine.known_costs import KnownCosts
 from foreword.engine.model import LoadedModel, load_model
@@ -38,6 +38,7 @@ from foreword.engine.stream import Letter, Stream, put, settle
 from foreword.engine.text import Text
 from foreword.engine.tiers import open_cache, open_stores
 from foreword.engine.transfer import Transfer
+from foreword.engine.value import Value
 
 log = logging.getLogger("foreword.engine")
 
@@ -74,15 +75,8 @@ class TorchEngine:
             settings.order,
         )
         self._counts = Counts(self._known.costs, self._known.steps)
-        if num_blocks * BLOCK_SIZE < model.max_model_len:
-            log.warning("the KV memory holds no more than %d tokens", num_blocks * BLOCK_SIZE)
-        # What clients are told is what fits: a request never needs more than the whole pool.
-        self._card = ModelCard(
-            settings.served_name or model.name,
-            min(model.max_model_len, num_blocks * BLOCK_SIZE),
-            model.vocab_size,
-            model.tool_style,
-        )
+        self.value = Value(self.cache, model.block_bytes(BLOCK_SIZE), self.transfer, self._counts)
+        self._card = card_of(model, settings, num_blocks * BLOCK_SIZE)
         self._text = Text(model, self._card.max_model_len)
         self._grammars = Grammars(model.tokenizer, model.vocab_size, model.end_token_id)
         self._streams: dict[Sample, Stream] = {}
@@ -273,9 +267,15 @@ class TorchEngine:
 
     def _log_ended(self, turn_end_s: float) -> None:
         for stream in self._ended:
+            self.value.add(stream)
             if self._log is not None:
                 self._log.add(stream, turn_end_s - stream.ended_s)
         self._ended.clear()
+
+    def _cleared(self) -> None:
+        self.value.clear()
+        if self._log is not None:
+            self._log.cleared()
 
     def _receive(self) -> None:
         """Take new and cancelled requests; sleep while there is nothing to do."""
@@ -290,8 +290,8 @@ class TorchEngine:
         for cleared in clearing:
             if cleared.set_running_or_notify_cancel():  # False: who asked has gone
                 done = self.cache.clear()
-                if done and self._log is not None:
-                    self._log.cleared()
+                if done:
+                    self._cleared()
                 self.transfer.perform(self.cache.lower.take_effects())
                 self.transfer.when_written(partial(settle, cleared, done))
         for starts, stream in letters:

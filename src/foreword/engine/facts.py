@@ -1,5 +1,6 @@
 """What an engine says of itself: to who starts it, and in the first line of a request log."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,21 @@ from foreword.core.request import ModelCard
 from foreword.core.stats import TierStats
 from foreword.engine.model import LoadedModel
 from foreword.engine.settings import EngineSettings
+
+log = logging.getLogger("foreword.engine")
+
+
+def card_of(model: LoadedModel, settings: EngineSettings, num_tokens: int) -> ModelCard:
+    """What clients are told is what fits the KV memory of `num_tokens` tokens: a request never
+    needs more than the whole pool."""
+    if num_tokens < model.max_model_len:
+        log.warning("the KV memory holds no more than %d tokens", num_tokens)
+    return ModelCard(
+        settings.served_name or model.name,
+        min(model.max_model_len, num_tokens),
+        model.vocab_size,
+        model.tool_style,
+    )
 
 
 def banner(

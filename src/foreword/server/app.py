@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from foreword.core import request as core
 from foreword.core.errors import EngineBusy, EngineStopped, RequestError, RequestFailed
 from foreword.server.answer import Answer
+from foreword.server import worth
 from foreword.server.bodies import Bodies
 from foreword.server.errors import ApiError, error_body
 from foreword.server.metrics import CONTENT_TYPE, exposition
@@ -30,7 +31,7 @@ from foreword.server.tokens import detokenize, tokenize
 RETRY_AFTER_S = 1
 ROUTES = (
     "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, "
-    "POST /cache/clear, GET /v1/models, GET /health, GET /metrics and GET /openapi.json"
+    "POST /cache/clear, GET /cache/whatif, GET /cache/worth, GET /v1/models, GET /health, GET /metrics and GET /openapi.json"
 )
 
 
@@ -103,6 +104,15 @@ class Api:
             raise ApiError(message, code="cache_in_use", status=409)
         return JSONResponse({"cleared": True})
 
+    async def what_if(self, request: Request) -> Response:
+        self._tenants.of(request.headers.get("authorization"))
+        return JSONResponse(worth.what_if(await asyncio.to_thread(self._engine.value.what_if)))
+
+    async def worth(self, request: Request) -> Response:
+        tenant = self._tenants.of(request.headers.get("authorization"))
+        found = await asyncio.to_thread(self._engine.value.balance, tenant)
+        return JSONResponse(worth.balance(found, tenant, self._engine.decode))
+
     async def health(self, _request: Request) -> Response:
         if not self._engine.is_serving:
             return JSONResponse({"status": "stopped"}, 503)
@@ -160,6 +170,8 @@ def create_app(
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/cache/clear", api.clear_cache, methods=["POST"]),
+            Route("/cache/whatif", api.what_if),
+            Route("/cache/worth", api.worth),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/health", api.health),

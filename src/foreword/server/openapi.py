@@ -72,6 +72,16 @@ def _paths(asks_for_key: bool) -> Schema:
     return {
         **{path: {"post": operation} for path, operation in calls.items()},
         "/cache/clear": {"post": cleared},
+        "/cache/whatif": _get(
+            "What other sizes of cache would find",
+            {"200": _answer("WhatIf"), **_errors(401)},
+            guard,
+        ),
+        "/cache/worth": _get(
+            "Whom the cache serves, and whether it is worth it",
+            {"200": _answer("Balance"), **_errors(401)},
+            guard,
+        ),
         "/v1/models": _get("The served model, in a list", {"200": models, **_errors(401)}, guard),
         "/v1/models/{name}": {
             "parameters": [name],

@@ -4,6 +4,7 @@ from typing import get_args
 
 from foreword.core.request import FinishReason, ModelCard
 from foreword.server.schema import (
+    BOOLEAN,
     COUNT,
     NULL,
     STRING,
@@ -44,8 +45,49 @@ def answers(card: ModelCard) -> dict[str, Schema]:
         "Model": answered(**model, owned_by=STRING, max_model_len=context),
         "ModelList": answered(object={"const": "list"}, data=list_of(ref("Model"))),
         "Cleared": answered(cleared={"const": True}),
+        **_worth(),
         "Health": answered(status={"const": "ok"}),
         "Error": answered(error=answered(**fault)),
+    }
+
+
+def _worth() -> dict[str, Schema]:
+    by_place = {"type": "object", "additionalProperties": NUMBER}
+    saved = {**or_null(NUMBER), "description": "Null before anything was computed."}
+    outlook = {"hit_rate": NUMBER, "by_place": by_place, "saved_s_per_day": saved}
+    times = {**NUMBER, "description": "Of the size that the place has."}
+    size = {"place": STRING, "times": times, "blocks": COUNT, "bytes": COUNT}
+    asked = {**NUMBER, "description": "Full blocks of prompts; old ones count less."}
+    missed = {**NUMBER, "description": "At most so many came that are not counted."}
+    worth = {
+        "tenant": {**STRING, "description": "Digits of its key's and its salt's SHA-256."},
+        "requests": NUMBER,
+        "requests_missed": missed,
+        **dict.fromkeys(("tokens_shared", "shared_prefix_tokens", "reuse_count"), NUMBER),
+        "prefill_s_per_token": saved,
+        "restore_bytes": NUMBER,
+        "bytes_per_s": or_null(NUMBER),
+        "eviction_penalty_s": NUMBER,
+        "saved_s": saved,
+        "worth_it": or_null(BOOLEAN),
+        "held_bytes": by_place,
+    }
+    text = {**or_null(STRING), "description": "Its beginning; null where a salt was sent."}
+    return {
+        "WhatIf": answered(
+            window_s=NUMBER,
+            asked_blocks=asked,
+            block_tokens=COUNT,
+            sampled_1_in=COUNT,
+            now=answered(**outlook),
+            rows=list_of(answered(**size, **outlook)),
+        ),
+        "Balance": answered(
+            window_s=NUMBER,
+            tenants=list_of(answered(**worth)),
+            documents=list_of(answered(document=STRING, **worth)),
+            segments=list_of(answered(start=COUNT, stop=COUNT, text=text, **worth)),
+        ),
     }
 
 

@@ -32,6 +32,13 @@ class Tenants:
         return tenant_of(key.strip())
 
 
+def shown(salt: str, tenant: str) -> str:
+    """A cache salt as others may see it. With keys it begins with eight digits of its key's
+    SHA-256, which who has the key can compute; `tenant` says whether there are keys."""
+    key, _, own = salt.partition(":") if tenant else ("", "", salt)
+    return key[:8] + (f":{sha256(own.encode()).hexdigest()[:8]}" if own else "")
+
+
 def tenant_of(api_key: str) -> str:
     """What the cache salts of a key's requests begin with; the key cannot be told from it."""
     return sha256(api_key.encode()).hexdigest()[:32]
