@@ -137,6 +137,12 @@ def shared(name):
     return path
 
 
+def read_trace_file(name):
+    """The trace that a public file is."""
+    with shared(name).open("rb") as file:
+        return read_trace(file, ReadOptions())
+
+
 def stream(*lines):
     """A file of these lines: text as it is, anything else as JSON."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]

@@ -31,6 +31,8 @@ COMMANDS = {
     "cache stats": ("foreword.cli.cache", True, "what a running server's cache has done"),
     "cache path": ("foreword.cli.cache", False, "where this machine keeps KV on disk"),
     "cache clear": ("foreword.cli.cache", True, "let a running server forget all prefixes"),
+    "cache worth": ("foreword.cli.whatif", True, "whom a running server's cache serves, and gains"),
+    "whatif": ("foreword.cli.whatif", True, "what a running server's cache would find with more"),
     "events": ("foreword.cli.events", False, "what workers say that their caches gain and lose"),
     "replay": ("foreword.cli.replay", False, "what a cache would have reused of recorded traffic"),
     "plan": ("foreword.cli.plan", True, "which sizes of cache a model, a machine, traffic ask for"),

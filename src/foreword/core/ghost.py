@@ -106,7 +106,7 @@ class Ghost:
             return
         left = exp(-passed_s / DAY_S)
         self._now_s = now_s
-        self.window_s = self.window_s * left + passed_s
+        self.window_s = self.window_s * left + DAY_S * (1.0 - left)
         for counts in (self._asked, self._missed, self._found, self._loads, *self._near):
             counts[:] = [left * count for count in counts]
 
@@ -200,7 +200,8 @@ class Ghost:
         share = known[-1][1]
         most = self.lru(self.max_blocks)[0]
         # Where less than LRU would find is found, for whatever reason, more room finds less, too.
-        known.append((self.max_blocks, most, max(real, most * min(1.0, real / (share or 1.0)))))
+        most *= min(1.0, real / share) if share else 1.0
+        known.append((self.max_blocks, self.lru(self.max_blocks)[0], max(real, most)))
         return known
 
     def _count(

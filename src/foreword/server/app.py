@@ -17,8 +17,8 @@ from starlette.types import ASGIApp
 
 from foreword.core import request as core
 from foreword.core.errors import EngineBusy, EngineStopped, RequestError, RequestFailed
-from foreword.server.answer import Answer
 from foreword.server import worth
+from foreword.server.answer import Answer
 from foreword.server.bodies import Bodies
 from foreword.server.errors import ApiError, error_body
 from foreword.server.metrics import CONTENT_TYPE, exposition
@@ -31,7 +31,8 @@ from foreword.server.tokens import detokenize, tokenize
 RETRY_AFTER_S = 1
 ROUTES = (
     "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, "
-    "POST /cache/clear, GET /cache/whatif, GET /cache/worth, GET /v1/models, GET /health, GET /metrics and GET /openapi.json"
+    "POST /cache/clear, GET /cache/whatif, GET /cache/worth, GET /v1/models, GET /health, "
+    "GET /metrics and GET /openapi.json"
 )
 
 
