@@ -28,7 +28,7 @@ class EchoValue:
 
     def __init__(self) -> None:
         nothing = Outlook((0.0,), None)
-        self.if_what = WhatIf(0.0, 0.0, 1, 16, ("device",), nothing, ())
+        self.if_what = WhatIf(0.0, 0.0, 1, 16, ("device",), (0.0,), nothing, ())
         self.balances: dict[str, Balance] = {}  # by tenant
 
     def what_if(self) -> WhatIf:

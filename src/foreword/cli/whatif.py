@@ -45,12 +45,12 @@ def what_if(found: Mapping[str, Any]) -> list[str]:
     """Lines for people: what was seen, a table, a sentence or two for each place."""
     if not found["asked_blocks"]:
         return [_NOBODY]
-    now = found["now"]
+    now, one_in = found["now"], found["sampled_1_in"]
     asked, block = f"{found['asked_blocks']:,.0f}", found["block_tokens"]
     lines = [
         f"{_span(found['window_s'])}: prompts with {asked} full blocks of {block} tokens, of which "
-        f"{_percent(now['hit_rate'])} were found; of the blocks one in {found['sampled_1_in']} is "
-        "followed.",
+        f"{_percent(now['hit_rate'])} were found. "
+        + (f"One in {one_in} is followed." if one_in > 1 else "All are followed."),
         "",
     ]
     places = list(now["by_place"])
@@ -69,6 +69,8 @@ def what_if(found: Mapping[str, Any]) -> list[str]:
     for place in places:
         of_place = {row["times"]: row for row in found["rows"] if row["place"] == place}
         lines += _sentences(place, of_place, now)
+        if found["load_block_s"][place] is None:
+            lines.append(f"Loading from the {place} was not measured yet: it counts as free.")
     return lines
 
 
@@ -137,7 +139,7 @@ def _name(dimension: str, row: Mapping[str, Any]) -> str:
     if dimension == "documents":
         return str(row["document"])
     text = "(salted)" if row["text"] is None else json.dumps(row["text"], ensure_ascii=False)
-    return f"{row['start']:,}-{row['stop']:,} {text[:40]}"
+    return f"{row['start']:,}-{row['stop']:,} {text[:60]}"
 
 
 def _judged(row: Mapping[str, Any]) -> Row:
@@ -178,5 +180,5 @@ def _seconds(seconds: float | None) -> str:
 def _bytes(num: float) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num >= size:
-            return f"{num / size:.3g} {unit}"
+            return f"{num / size:{',.0f' if num >= 100 * size else '.3g'}} {unit}"
     return f"{num:.0f} B"

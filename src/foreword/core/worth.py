@@ -19,8 +19,9 @@ class Supposed:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """`places` by name, the fastest first. `num_asked` full blocks of prompts were looked for in
-    `window_s` seconds, the old ones counting less; of those that the Ghost follows each stands for
+    """`places` by name, the fastest first, and seconds to load a block from each (None: not
+    measured, and counted as none). `num_asked` full blocks of prompts were looked for in `window_s`
+    seconds, the old ones counting less; of those that the Ghost follows each stands for
     `sampled_1_in`."""
 
     window_s: float
@@ -28,6 +29,7 @@ class WhatIf:
     sampled_1_in: int
     block_tokens: int
     places: tuple[str, ...]
+    load_s: tuple[float | None, ...]
     now: Outlook
     rows: tuple[Supposed, ...]
 

@@ -12,7 +12,7 @@ from math import exp
 
 from foreword.core.ghost import DAY_S, Owner, Served
 
-OPENING_TOKENS = 24  # of a segment that are kept, for people to see which it is
+OPENING_TOKENS = 32  # of a segment that are kept, for people to see which it is
 _AGE_EVERY_S = 600.0
 
 
@@ -42,6 +42,14 @@ class Account:
             last = first + num_blocks
             self.loaded[place] += max(0, min(last, stop) - max(first, start))
             first = last
+
+    def lie(self, start: int, stop: int) -> None:
+        """The segment begins elsewhere than it did: so it does in what was counted."""
+        self.start, self.stop = start, stop
+        num_blocks = self.num_reuses * (stop - start)
+        share = num_blocks / self.num_blocks if self.num_blocks else 0.0
+        self.loaded = [share * num for num in self.loaded]
+        self.num_blocks, self.num_before = num_blocks, num_blocks * (start + stop - 1) / 2
 
     def fade(self, left: float) -> None:
         self.loaded = [left * num for num in self.loaded]
@@ -124,7 +132,8 @@ class Ledger:
         for account, stop in accounts:
             if account.num_requests > 1 or stop == num_found:  # others went on from there
                 if (account.start, account.stop) != (start, stop):
-                    account.start, account.stop, account.owner = start, stop, served.owner
+                    account.owner = served.owner
+                    account.lie(start, stop)
                     first = start * chain.block_size
                     account.token_ids = tuple(chain.token_ids[first : first + OPENING_TOKENS])
                 account.clock = clock

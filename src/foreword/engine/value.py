@@ -70,6 +70,10 @@ class Value:
                 ghost.scale,
                 self._cache.block_size,
                 tuple(place.name for place in places),
+                tuple(
+                    ghost.load_s(places, at, self._block_bytes) if place.cost or not at else None
+                    for at, place in enumerate(places)
+                ),
                 ghost.outlook(places, sizes, self._block_bytes, cost),
                 tuple(rows),
             )

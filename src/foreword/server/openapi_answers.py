@@ -79,6 +79,7 @@ def _worth() -> dict[str, Schema]:
             asked_blocks=asked,
             block_tokens=COUNT,
             sampled_1_in=COUNT,
+            load_block_s={"type": "object", "additionalProperties": or_null(NUMBER)},
             now=answered(**outlook),
             rows=list_of(answered(**size, **outlook)),
         ),

@@ -16,6 +16,7 @@ def what_if(found: WhatIf) -> dict[str, Any]:
         "asked_blocks": found.num_asked,
         "block_tokens": found.block_tokens,
         "sampled_1_in": found.sampled_1_in,
+        "load_block_s": dict(zip(found.places, found.load_s, strict=True)),
         "now": _outlook(found.now, found.places),
         "rows": [
             {
