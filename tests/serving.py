@@ -25,6 +25,8 @@ def serving(engine: Engine, **access: Any) -> Iterator[str]:
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.002)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:  # or a test that fails would never end
+            server.should_exit = True
+            thread.join()

@@ -57,6 +57,8 @@ def test_without_a_known_key_nothing_is_served(
         guarded.post("/tokenize", json=BODY, headers=headers),
         guarded.post("/detokenize", json={"tokens": [97]}, headers=headers),
         guarded.post("/cache/clear", headers=headers),
+        guarded.get("/cache/whatif", headers=headers),
+        guarded.get("/cache/worth", headers=headers),
         guarded.get("/v1/models", headers=headers),
         guarded.get("/v1/models/echo", headers=headers),
     ]

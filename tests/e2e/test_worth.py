@@ -90,9 +90,8 @@ def test_what_is_said_is_what_was_found(settings, tmp_path, capsys):
         (disk,) = stats.tiers
         assert found["asked_blocks"] == pytest.approx(12 * 12, rel=1e-2)
         assert found["sampled_1_in"] == 1
-        assert now["by_place"]["disk"] == pytest.approx(
-            disk.num_hit_tokens / (12 * 12 * 16), abs=0.01
-        )
+        from_disk = disk.num_hit_tokens / (12 * 12 * 16)
+        assert now["by_place"]["disk"] == pytest.approx(from_disk, abs=0.01)
         assert now["hit_rate"] == pytest.approx(9 / 12, abs=0.01)  # all but the first time
         assert now["saved_s_per_day"] is not None
         assert found["load_block_s"]["disk"] > 0
@@ -125,11 +124,10 @@ def test_whom_the_cache_serves(settings, capsys):
     async def work(engine):
         for number in range(6):
             salt, document = ("", "guest")[number % 3 == 2], ("", "report")[number % 2]
-            prompt = (*system, *PROMPTS[1 + number % 2][:33], number)
+            prompt = (*system, *PROMPTS[1][number : number + 33])
             request = Request(f"{number}", prompt, GREEDY, 1, salt, Hints(document))
             async for _output in engine.generate(request):
                 pass
-        asyncio.get_running_loop()
 
     roomy = replace(settings, kv_bytes=64 * settings.kv_bytes)
     with asked(roomy, work) as engine, serving(engine) as url:
@@ -138,13 +136,12 @@ def test_whom_the_cache_serves(settings, capsys):
         everybody, guest = found["tenants"]
         assert (everybody["tenant"], guest["tenant"][0]) == ("", ":")
         assert [round(row["requests"]) for row in (everybody, guest)] == [4, 2]
-        assert {row["document"]: round(row["requests"]) for row in found["documents"]}[
-            "report"
-        ] == 2
+        documents = {row["document"]: round(row["requests"]) for row in found["documents"]}
+        assert documents["report"] == 2
         (segment,) = found["segments"]
         assert (segment["start"], segment["stop"]) == (0, 64)
         assert segment["text"] == engine.decode(system[:32])
-        assert segment["reuse_count"] == pytest.approx(2, abs=0.01)
+        assert segment["reuse_count"] == pytest.approx(3, abs=0.01)
         assert segment["held_bytes"]["device"] == 4 * engine.model.block_bytes(16)
         assert segment["worth_it"] is True
         assert main(["cache", "worth", "--url", url]) == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cost import StepCost, TierCost
-from foreword.core.ghost import DAY_S, Ghost, Place, Served
+from foreword.core.ghost import DAY_S, Ghost, Room, Served
 from foreword.sim.prompt import visit
 from foreword.sim.replay import Rules, replay
 from foreword.sim.trial import Setting
@@ -148,7 +148,7 @@ COST = StepCost(per_token_s=1e-3, per_pair_s=1e-6)
 
 def test_with_the_sizes_that_are_there_the_figures_are_what_was_found():
     """Though LRU would find nothing in 60 blocks of a cycle of 100, and all in 100."""
-    places = [Place("device", 60), Place("disk", 80, TierCost(0.0, 1e6))]
+    places = [Room("device", 60), Room("disk", 80, TierCost(0.0, 1e6))]
     ghost = Ghost(1, 2, 400, EXACT)
     serve(ghost, 200, (4, 1))
     outlook = ghost.outlook(places, [60, 80], 1000, COST)
@@ -163,14 +163,14 @@ def test_with_the_sizes_that_are_there_the_figures_are_what_was_found():
 def test_where_less_is_found_than_lru_would_more_room_promises_less_too():
     ghost = Ghost(1, 1, 400, EXACT)
     serve(ghost, 200, (4,))
-    place = Place("device", 128)
+    place = Room("device", 128)
     assert ghost.lru(128)[0] == pytest.approx(0.95, abs=2e-3)
     assert ghost.outlook([place], [128], 1, COST).hit_rates == pytest.approx((0.4,))
     assert ghost.outlook([place], [400], 1, COST).hit_rates == pytest.approx((0.4,))
 
 
 def test_what_is_saved_is_computing_less_loading():
-    places = [Place("device", 50), Place("disk", 128, TierCost(0.5, 1000.0))]
+    places = [Room("device", 50), Room("disk", 128, TierCost(0.5, 1000.0))]
     ghost = Ghost(1, 2, 400, EXACT)
     serve(ghost, 101, (0, 10))  # in 100 seconds
     outlook = ghost.outlook(places, [50, 128], 100, COST)

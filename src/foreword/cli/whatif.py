@@ -4,6 +4,7 @@ other sizes, and whom it serves."""
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ PATHS = {"whatif": "/cache/whatif", "cache worth": "/cache/worth"}
 SHOWN = {
     "shared": "tokens shared",
     "reuses": "reuses",
-    "computed": "saved s",
-    "restored": "loaded in s",
+    "computed": "computing s",
+    "restored": "loading s",
     "penalty": "penalty s",
     "worth": "worth it",
     "held": "holds",
@@ -128,8 +129,8 @@ def worth(found: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "Worth it: tokens shared x seconds to compute one > seconds of loading + penalty, which is",
-        "what others would have found in the room that it holds.",
+        "Worth it: what computing the shared tokens would have taken is more than loading them took",
+        "and the penalty, which is what others would have found in the room that they hold.",
     ]
 
 
@@ -138,8 +139,8 @@ def _name(dimension: str, row: Mapping[str, Any]) -> str:
         return row["tenant"] or "(no key, no salt)"
     if dimension == "documents":
         return str(row["document"])
-    text = "(salted)" if row["text"] is None else json.dumps(row["text"], ensure_ascii=False)
-    return f"{row['start']:,}-{row['stop']:,} {text[:60]}"
+    text = "(salted)" if row["text"] is None else re.sub(r"<\|.*?\|>", " ", row["text"])
+    return f"{row['start']:,}-{row['stop']:,} {' '.join(text.split())[:50]}"
 
 
 def _judged(row: Mapping[str, Any]) -> Row:

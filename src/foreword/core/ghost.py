@@ -40,7 +40,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Room:
     """A tier as a Ghost sees it: its room in blocks, and what reading from it costs; None: nothing,
     for the device, or not known."""
 
@@ -147,7 +147,7 @@ class Ghost:
         return min(1.0, max(0.0, share)), max(0.0, before) / hits if hits > 0 else 0.0
 
     def outlook(
-        self, places: Sequence[Place], sizes: Sequence[int], block_bytes: int, cost: StepCost | None
+        self, places: Sequence[Room], sizes: Sequence[int], block_bytes: int, cost: StepCost | None
     ) -> Outlook:
         """What `places` would do, had they room for `sizes` blocks instead.
 
@@ -176,7 +176,7 @@ class Ghost:
         pairs = num_pairs(size, 0) + size * size * num_before
         return size * cost.per_token_s + pairs * cost.per_pair_s
 
-    def load_s(self, places: Sequence[Place], at: int, block_bytes: int) -> float:
+    def load_s(self, places: Sequence[Room], at: int, block_bytes: int) -> float:
         """Seconds to load one block from a place, of as many at once as were found there, or else
         anywhere."""
         cost, loads, found = places[at].cost, self._loads[at], self._found[at]
@@ -187,7 +187,7 @@ class Ghost:
         run = max(1.0, found / loads)
         return cost.load_s(int(run * block_bytes)) / run
 
-    def _known(self, places: Sequence[Place]) -> list[tuple[int, float, float]]:
+    def _known(self, places: Sequence[Room]) -> list[tuple[int, float, float]]:
         """Sizes, the share that LRU would find in each, and the one that was found."""
         reach, real = 0, 0.0
         known = [(0, 0.0, 0.0)]

@@ -6,7 +6,7 @@ from threading import Lock
 
 from foreword.core.cache import KVCache
 from foreword.core.cost import StepCost, TierCost
-from foreword.core.ghost import DAY_S, Ghost, Place, Served
+from foreword.core.ghost import DAY_S, Ghost, Room, Served
 from foreword.core.worth import Balance, Supposed, WhatIf, Worth
 from foreword.engine.ledger import Account, Accounts, Ledger
 from foreword.engine.stats import Counts
@@ -107,15 +107,15 @@ class Value:
         owner = (request.cache_salt, request.hints.prompt_cache_key)
         return Served(owner, chain, num_asked, (len(chain) - 1) // size, found)
 
-    def _places(self) -> list[Place]:
-        places = [Place("device", self._cache.pool.num_blocks)]
+    def _places(self) -> list[Room]:
+        places = [Room("device", self._cache.pool.num_blocks)]
         for tier, stats in zip(self._cache.lower.tiers, self._transfer.stats, strict=True):
             cost = None
             if stats.num_loaded_blocks and stats.busy_s:
                 # What a block took on average: how many came at once is in it.
                 bytes_per_s = stats.num_loaded_blocks * self._block_bytes / stats.busy_s
                 cost = TierCost(0.0, bytes_per_s)
-            places.append(Place(stats.name, tier.capacity, cost))
+            places.append(Room(stats.name, tier.capacity, cost))
         return places
 
 
@@ -123,7 +123,7 @@ class _Judge:
     """Says of accounts what they are worth, all at one time."""
 
     def __init__(
-        self, ghost: Ghost, places: Sequence[Place], block_bytes: int, cost: StepCost | None
+        self, ghost: Ghost, places: Sequence[Room], block_bytes: int, cost: StepCost | None
     ) -> None:
         self._ghost = ghost
         self._places = places
