@@ -6,7 +6,7 @@ from collections import Counter
 from foreword.core.block import TOKEN_BYTES
 from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from foreword.core.lease import BlockState
-from foreword.core.runs import RunOrder
+from foreword.core.policies.runs import RunOrder
 from foreword.core.tier import Kept
 
 

@@ -20,9 +20,9 @@ The options of `foreword serve` can also stand in a TOML file, `--config FILE`, 
 (`max-model-len = 4096`, `json = true`; no tables), and in the environment in capitals
 (`FOREWORD_MAX_MODEL_LEN=4096`, `FOREWORD_CONFIG`). A flag goes before the environment, and that
 before the file. Converted models and what was measured of this machine lie in `FOREWORD_CACHE_DIR`
-(else `foreword` in the user's cache folder). `foreword chat`, `foreword whatif`, `foreword cache
-stats`, `foreword cache worth` and `foreword cache clear` take the key of a server that asks for one
-from `OPENAI_API_KEY`.
+(else `foreword` in the user's cache folder). `foreword chat`, `foreword whatif`,
+`foreword cache stats`, `foreword cache worth` and `foreword cache clear` take the key of a server
+that asks for one from `OPENAI_API_KEY`.
 """
 
 

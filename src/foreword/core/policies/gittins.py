@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from foreword.core.policy import Policy
-from foreword.core.runs import Ghost, Run, RunOrder
+from foreword.core.policies.runs import Ghost, Run, RunOrder
 
 _Key = TypeVar("_Key", bound=Hashable)
 
