@@ -277,17 +277,18 @@ class Costs:
 
     def compute_s(self, start: int, stop: int) -> float:
         """Seconds to prefill tokens `start` to `stop` of a prompt, a chunk in each step."""
-        num_tokens = stop - start
-        if num_tokens <= 0 or self.step is None:
+        step, num_tokens, chunk = self.step, stop - start, self.chunk_tokens
+        if num_tokens <= 0 or step is None:
             return 0.0
-        num_steps = -(-num_tokens // self.chunk_tokens)
-        last = num_tokens - (num_steps - 1) * self.chunk_tokens
-        early = (num_steps - 1) * min(self.chunk_tokens, EARLY_TOKENS) + min(last, EARLY_TOKENS)
+        num_whole = (num_tokens - 1) // chunk  # steps before the last
+        early = min(num_tokens - num_whole * chunk, EARLY_TOKENS)
+        if num_whole:
+            early += num_whole * min(chunk, EARLY_TOKENS)
         return (
-            num_tokens * self.step.per_token_s
-            + num_pairs(num_tokens, start) * self.step.per_pair_s
-            + num_steps * self.step.per_step_s
-            + early * self.step.per_early_token_s
+            num_tokens * step.per_token_s
+            + num_tokens * (start + stop + 1) / 2 * step.per_pair_s  # as num_pairs says
+            + (num_whole + 1) * step.per_step_s
+            + early * step.per_early_token_s
         )
 
     def block_s(self, at: int) -> float:

@@ -8,7 +8,7 @@ lose counts too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from foreword.core.cost import Costs
 
@@ -88,58 +88,65 @@ def _quickest(
     """Of loading the first of the runs, or more of them, or nothing, the best. Each run's own best
     split makes all before its end ready soonest, and what follows begins the sooner for that: so
     run by run is best over all. The `cautious` split expects each read when it is late."""
-    best, others = nothing, present.num_others
+    best, others, size = None, present.num_others, costs.block_size
     least_s = nothing.recompute_s + (nothing.recompute_s - present.ahead_s) * others
     loads: tuple[Extent, ...] = ()
     ready_s, device_s, load_s, late_s = present.ahead_s, 0.0, 0.0, 0.0
     for run in runs:
-        tier, start, stop = run
-        meet, ready_s = _meet(costs, run, ready_s, others, cautious=cautious)
-        device_s += costs.compute_s(start * costs.block_size, meet * costs.block_size)
+        tier, _start, stop = run
+        meet, front_s, ready_s = _meet(costs, run, ready_s, others, cautious=cautious)
+        device_s += front_s
         if meet == stop:
             continue
         loads = (*loads, (tier, meet, stop))
-        num_bytes = (stop - meet) * costs.block_bytes
-        load_s = max(load_s, costs.tiers[tier].load_s(num_bytes))
-        late_s = max(late_s, costs.tiers[tier].late_s(num_bytes))
-        rest_s = costs.compute_s(stop * costs.block_size, nothing.num_tokens)
+        fit, num_bytes = costs.tiers[tier], (stop - meet) * costs.block_bytes
+        load_s = max(load_s, fit.load_s(num_bytes))
+        late_s = max(late_s, fit.late_s(num_bytes))
+        rest_s = costs.compute_s(stop * size, nothing.num_tokens)
         total_s = ready_s + rest_s
         if total_s + (device_s + rest_s) * others < least_s:
             least_s = total_s + (device_s + rest_s) * others
-            best = replace(nothing, loads=loads, load_s=load_s, late_s=late_s, total_s=total_s)
-    return best
+            best = loads, load_s, late_s, total_s
+    if best is None:
+        return nothing
+    return RestorePlan(nothing.num_tokens, nothing.num_device_tokens, *best, nothing.recompute_s)
 
 
 def _meet(
     costs: Costs, run: Extent, ready_s: float, num_others: int, *, cautious: bool
-) -> tuple[int, float]:
-    """From which block on a run is loaded, so that it is all there soonest, and when; what is
-    before it is there at `ready_s`. The longer the front the later it is computed and the sooner
-    the rest is loaded, so the best is where these cross, or one before; or for others' sake all is
-    loaded."""
+) -> tuple[int, float, float]:
+    """From which block on a run is loaded, so that it is all there soonest; for how long what is
+    before that is computed, from `ready_s` on; and when all is there. The longer the front the
+    later it is computed and the sooner the rest is loaded, so the best is where these cross, or one
+    before; or for others' sake all is loaded."""
     tier, start, stop = run
-    fit, size = costs.tiers[tier], costs.block_size
-    load_s = fit.late_s if cautious else fit.load_s
-
-    def computed_s(meet: int) -> float:
-        return ready_s + costs.compute_s(start * size, meet * size)
-
-    def loaded_s(meet: int) -> float:
-        return load_s((stop - meet) * costs.block_bytes)
-
-    low, high = start, stop
-    while low < high:
-        middle = (low + high) // 2
-        if computed_s(middle) >= loaded_s(middle):
-            high = middle
+    size, block_bytes = costs.block_size, costs.block_bytes
+    load_s = costs.tiers[tier].late_s if cautious else costs.tiers[tier].load_s
+    all_s = load_s((stop - start) * block_bytes)
+    if all_s <= ready_s:
+        return start, 0.0, ready_s
+    # Two places between which they cross, how long the front takes there, and by how much it is
+    # later than the rest. That is all but a straight line, so they cross about where it is 0; what
+    # is left is halved in turns, for where the line bends.
+    low, low_s, low_gap_s = start, 0.0, ready_s - all_s
+    high, high_s = stop, costs.compute_s(start * size, stop * size)
+    high_gap_s, halves = ready_s + high_s, False
+    while (width := high - low - 1) > 0:
+        share = 0.5 if halves else low_gap_s / (low_gap_s - high_gap_s)
+        at = low + 1 + int(width * share)
+        at_s = costs.compute_s(start * size, at * size)
+        gap_s = ready_s + at_s - load_s((stop - at) * block_bytes)
+        if gap_s < 0:
+            low, low_s, low_gap_s = at, at_s, gap_s
         else:
-            low = middle + 1
-    if low > start and loaded_s(low - 1) <= computed_s(low):
-        low -= 1
-    met_s, all_s = max(computed_s(low), loaded_s(low)), max(ready_s, loaded_s(start))
-    if all_s <= met_s + (computed_s(low) - ready_s) * num_others:
-        return start, all_s
-    return low, met_s
+            high, high_s, high_gap_s = at, at_s, gap_s
+        halves = not halves
+    meet, front_s, there_s = high, high_s, ready_s + high_s
+    if ready_s + low_s - low_gap_s <= there_s:
+        meet, front_s, there_s = low, low_s, ready_s + low_s - low_gap_s
+    if all_s <= there_s + front_s * num_others:
+        return start, 0.0, all_s
+    return meet, front_s, there_s
 
 
 def _slow_case_s(costs: Costs, plan: RestorePlan, ahead_s: float) -> float:
