@@ -2,6 +2,8 @@
 sheets. H100: 989 TFLOP/s in bfloat16, PCIe Gen5 at 64 GB/s, an SSD of 14 GB/s. A prefill takes two
 operations for each parameter and token."""
 
+from random import Random
+
 import pytest
 
 from foreword.core.cost import Costs, StepCost, TierCost, TierFit
@@ -62,3 +64,26 @@ def test_a_request_is_not_made_slower_for_others_sake(
     assert plan(quicker, 100).loads == ((0, 0, NUM_BLOCKS),)
     assert plan(slower, 100).loads == ()
     assert plan(slower).gain_s > 0, "alone the device and the tier share it"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_other_split_is_quicker(seed: int) -> None:
+    """Beside it: every place where computing and loading could meet."""
+    draw = Random(seed)
+    of = costs(SMALL, 10 ** draw.uniform(7, 11))
+    per_token_s = 10 ** draw.uniform(-6, -4)
+    of.step = StepCost(per_token_s, draw.choice([0, 1e-9]), draw.choice([0, 1e-2]), 0, 0, 1e-5)
+    of.chunk_tokens = draw.choice([64, 512, 2048])
+    first, stop = draw.randrange(20), draw.choice([21, 30, 250])
+    num_tokens, ahead_s = stop * 16 + draw.randrange(1, 300), draw.choice([0, 1e-2])
+    found = plan_restore(of, num_tokens, first * 16, [(0, first, stop)], Present(0.0, ahead_s))
+    rest_s = of.compute_s(stop * 16, num_tokens)
+    splits_s = [
+        rest_s
+        + max(
+            ahead_s + of.compute_s(first * 16, meet * 16),
+            of.tiers[0].load_s((stop - meet) * of.block_bytes),
+        )
+        for meet in range(first, stop)
+    ]
+    assert found.total_s == pytest.approx(min(*splits_s, found.recompute_s))
