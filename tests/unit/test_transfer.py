@@ -328,9 +328,11 @@ def test_a_probe_that_is_not_answered_is_answered_with_nothing(world):
     settle(world, lambda: tier.reads)
 
 
-def test_nobody_waits_for_a_probe_where_no_one_else_has_the_folder(world, tmp_path):
+def test_nobody_waits_for_a_probe_where_no_one_else_has_the_folder(world, tmp_path, monkeypatch):
     """A prompt that the device lacks comes while another decodes: its turn is the next step, or
     where others have stored there the one after their answer."""
+    for patience in ("PROBE_S", "LOAD_S"):
+        monkeypatch.setattr(transfer, patience, 30.0)
     cell = world.moves._lanes[0].inbound
     ours = DiskStore(tmp_path, 1 << 22, cell.record_bytes)
     cache = KVCache(20, SIZE, tiers=[tier_of(ours)])
@@ -364,10 +366,12 @@ def test_nobody_waits_for_a_probe_where_no_one_else_has_the_folder(world, tmp_pa
     second = Sequence(chain(3, 2))
     [probe] = scheduler.add([second])
     assert turn() == [decoding], "it waits for the answer"
+    scheduler.finish([decoding])  # or it would fill the pool meanwhile
     moves.perform([probe])
     end_s = time.monotonic() + 10
     while second not in turn():
         assert time.monotonic() < end_s
+        time.sleep(0.001)
     assert second.lease.restored == {0: 2 * SIZE}
     moves.close(5.0)
     other.close()

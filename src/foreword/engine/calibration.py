@@ -131,18 +131,17 @@ def time_steps(runner: Runner, budget_s: float, shapes: Sequence[Shape] = SHAPES
 def time_reads(
     store: KVStore, record_bytes: int, fit: TierFit, budget_s: float, *, lends: bool = True
 ) -> bool:
-    """Write records to an empty store for half of so many seconds, and read them for the rest; the
-    fit learns what that takes. Without `lends` records are copied also where the store lends them.
-    False: nothing was read, for there is no room, or it does not work."""
-    begin_s = time.perf_counter()
-    cells = list(_written(store, record_bytes, begin_s + budget_s / 2))
-    end_s = begin_s + budget_s
+    """Write records to an empty store for half of so many seconds, and read them for as long, once
+    at least; the fit learns what that takes. Without `lends` records are copied also where the
+    store lends them. False: nothing was read, for there is no room, or it does not work."""
+    cells = list(_written(store, record_bytes, time.perf_counter() + budget_s / 2))
+    end_s = time.perf_counter() + budget_s / 2
     size = whole_pages(record_bytes)
     space = memoryview(arena(max(_AT_ONCE) * max(CELL_BYTES, size)))
     buffers = [space[at : at + size] for at in range(0, len(space) - size + 1, size)]
     turn = num_read = 0
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        while cells and time.perf_counter() < end_s:
+        while cells and not (num_read and time.perf_counter() > end_s):
             for at_once in _AT_ONCE:
                 asked_s = time.perf_counter()
                 reads = []
