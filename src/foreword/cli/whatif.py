@@ -129,8 +129,8 @@ def worth(found: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "Worth it: what computing the shared tokens would have taken is more than loading them",
-        "took and the penalty, which is what others would have found in the room that they hold.",
+        "Worth it: computing the shared tokens would have taken longer than loading them",
+        "and the penalty together: what others would have found in the room that it holds.",
     ]
 
 
