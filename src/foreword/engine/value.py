@@ -116,6 +116,9 @@ class Value:
                 bytes_per_s = stats.num_loaded_blocks * self._block_bytes / stats.busy_s
                 cost = TierCost(0.0, bytes_per_s)
             places.append(Room(stats.name, tier.capacity, cost))
+        # Where others share a tier, its room changes with them.
+        most = int(max(TIMES) * max(place.num_blocks for place in places))
+        self._ghost.max_blocks = max(self._ghost.max_blocks, most)
         return places
 
 
