@@ -116,7 +116,7 @@ def test_a_first_start_calibrates_and_the_next_remembers(
 ) -> None:
     caplog.set_level(logging.INFO, "foreword.engine")
     first = TorchEngine.load(settings)
-    costs = first.cache.lower.costs
+    costs = first.cache.restores.costs
     assert costs is not None
     assert costs.step is not None
     assert costs.step.prefill_s(100) > 0
@@ -133,7 +133,7 @@ def test_a_first_start_calibrates_and_the_next_remembers(
     monkeypatch.setattr(known_costs, "time_steps", refuse)
     monkeypatch.setattr(known_costs, "measure_reads", refuse)
     second = TorchEngine.load(settings)
-    again = second.cache.lower.costs
+    again = second.cache.restores.costs
     assert again is not None
     assert again.step == costs.step
     assert [fit.cost for fit in again.tiers] == [fit.cost for fit in costs.tiers]
@@ -159,11 +159,11 @@ def test_what_a_server_learns_is_there_at_its_next_start(settings: EngineSetting
     memo = memo_of(engine)
     assert memo.steps is not None
     assert memo.steps.num_steps > calibrated + 50
-    costs = engine.cache.lower.costs
+    costs = engine.cache.restores.costs
     assert costs is not None
     assert costs.step is not None
     next_one = TorchEngine.load(settings)
-    known = next_one.cache.lower.costs
+    known = next_one.cache.restores.costs
     assert known is not None
     assert known.step == memo.steps.solve()
     assert next_one._counts.recent.older > 0, "and newer steps count more"
@@ -175,7 +175,7 @@ def test_nothing_is_measured_or_written_unless_it_is_asked_for(
 ) -> None:
     for one in (replace(settings, calibrate=False), replace(settings, prefix_caching=False)):
         engine = TorchEngine.load(one)
-        costs = engine.cache.lower.costs
+        costs = engine.cache.restores.costs
         assert costs is None or costs.step is None
         close(engine)
     assert not (tmp_path / "cache" / "costs").exists()
@@ -308,7 +308,7 @@ def test_the_command_says_what_a_server_begins_with(
     assert result["error"] >= 0
     assert len(result["steps"]) > 4
     engine = TorchEngine.load(settings)
-    costs = engine.cache.lower.costs
+    costs = engine.cache.restores.costs
     assert costs is not None
     assert costs.step is not None
     assert 10 * costs.compute_s(0, 1000) == pytest.approx(10 * row["seconds_per_1000_tokens"])

@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,22 @@ from foreword.cli.failure import Failure
 from foreword.cli.replay_timed import add_timed_flags, engine_of, run_timed
 from foreword.cli.settings import count, size, size_or_none
 from foreword.cli.traces import add_trace_flags, opened_trace, progress_bar, written
+from foreword.core.place import PLACEMENTS, Gain, WriteThrough
 from foreword.core.policies import DEFAULT
 from foreword.sim import plots
 from foreword.sim.replay import BLOCK_SIZE, POLICY_NAMES, Findings, Rules, replay
 from foreword.sim.tables import group_rows, rows, table, write_csv
 from foreword.sim.trace import Trace
-from foreword.sim.trial import ENDLESS, LEAF_FIFO, OPT, PLAIN_FIFO, TIERS, UNLIMITED, Setting
+from foreword.sim.trial import (
+    ENDLESS,
+    LEAF_FIFO,
+    MOVE_SHARE,
+    OPT,
+    PLAIN_FIFO,
+    TIERS,
+    UNLIMITED,
+    Setting,
+)
 
 Capacity = tuple[int | None, ...]  # as Setting.blocks
 
@@ -26,12 +36,14 @@ _TOP_GROUPS = 20
 _ALWAYS = ("hit_tokens", "hit_blocks")
 _HEADINGS = {
     "policy": "policy",
+    "store": "store",
     "blocks": "blocks",
     "host_blocks": "host",
     "disk_blocks": "disk",
     "hit_tokens": "hit tokens %",
     "hit_blocks": "hit blocks %",
     **{f"{tier}_hit_tokens": f"{tier} hit %" for tier in TIERS},
+    **{f"{tier}_stored_blocks": f"{tier} stored" for tier in TIERS[1:]},
     "opt_share": "of OPT %",
     "regret": "regret %",
     "ceiling_share": "of unlimited %",
@@ -50,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({DEFAULT.name})",
     )
     parser.add_argument(
+        "--store",
+        type=stores,
+        metavar="NAMES",
+        help=f"what goes to the tiers below, with commas between: {', '.join(PLACEMENTS)} "
+        f"({WriteThrough.name}; in virtual time the server's own)",
+    )
+    parser.add_argument(
         "--blocks",
         type=capacities,
         metavar="SIZES",
@@ -60,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         type=settings,
         metavar="SETTINGS",
-        help="in place of both: lru@1409,opt@1000+5000",
+        help="in place of these: lru@1409,opt@1000+5000,lru@1000+0+5000:gain",
     )
     parser.add_argument("--device", type=size, help="in place of --blocks: 64GiB, by bytes")
     parser.add_argument("--host", type=size_or_none, default=0, help="memory below it")
@@ -94,6 +113,10 @@ def policies(text: str) -> list[str]:
     return [_policy(name) for name in text.split(",")]
 
 
+def stores(text: str) -> list[str]:
+    return [_store(name) for name in text.split(",")]
+
+
 def capacities(text: str) -> list[Capacity]:
     return [_capacity(word) for word in text.split(",")]
 
@@ -104,7 +127,9 @@ def settings(text: str) -> list[Setting]:
         name, at, capacity = word.partition("@")
         if not at:
             raise argparse.ArgumentTypeError(f"{word!r} is no setting: write it as lru@1409")
-        found.append(Setting(_policy(name), _capacity(capacity)))
+        sizes, colon, store = capacity.partition(":")
+        stored = _store(store) if colon else WriteThrough.name
+        found.append(Setting(_policy(name), _capacity(sizes), stored))
     return found
 
 
@@ -151,8 +176,9 @@ def _check(args: argparse.Namespace) -> None:
     for name, other in combinations(("compare", "blocks", "device"), 2):
         if getattr(args, name) and getattr(args, other):
             raise Failure(f"--{name} and --{other} both say how large: give one", "usage")
-    if args.compare and args.policy:
-        raise Failure("--compare names its policies itself, without --policy", "usage")
+    for name in ("policy", "store"):
+        if args.compare and getattr(args, name):
+            raise Failure(f"--compare names its policies itself, without --{name}", "usage")
     if (args.host or args.disk) and not args.device:
         raise Failure("--host and --disk lie below --device: give that too", "usage")
     if args.device and not args.bytes_per_token:
@@ -172,7 +198,8 @@ def _settings(args: argparse.Namespace, rules: Rules, trace: Trace) -> list[Sett
         if not device:
             raise Failure(f"--device is less than a block of {block_bytes:,} bytes", "settings")
         found = [_trimmed((device, *lower))]
-    return _checked([Setting(name, one) for name in args.policy or [DEFAULT.name] for one in found])
+    chosen = product(args.policy or [DEFAULT.name], found, args.store or [WriteThrough.name])
+    return _checked([Setting(*one) for one in chosen])
 
 
 def _checked(settings: list[Setting]) -> list[Setting]:
@@ -222,6 +249,8 @@ def _left_out(args: argparse.Namespace, trace: Trace, findings: Findings) -> Ite
     if trace.id_tokens == 1:
         yield "in OPT and the cache without limit, parts of blocks (the server reuses them)"
     settings = [row.outcome.setting for row in findings.rows]
+    if any(one.store == Gain.name and len(one.blocks) > 1 for one in settings):
+        yield f"seconds: to move a block is taken to cost {MOVE_SHARE:g} of computing it (gain)"
     if any(one.policy == OPT and len(one.blocks) > 1 for one in settings):
         yield "a bound in tiers of opt: each tier has its own (of OPT: of one cache of all blocks)"
     if findings.num_answers < findings.num_requests:
@@ -279,6 +308,14 @@ def _policy(name: str) -> str:
     if name not in POLICY_NAMES:
         raise argparse.ArgumentTypeError(
             f"no policy {name!r} is built; there are {', '.join(POLICY_NAMES)}"
+        )
+    return name
+
+
+def _store(name: str) -> str:
+    if name not in PLACEMENTS:
+        raise argparse.ArgumentTypeError(
+            f"there is no store={name}; it may be {', '.join(PLACEMENTS)}"
         )
     return name
 

@@ -13,6 +13,7 @@ from foreword.cli.failure import Failure
 from foreword.cli.plan import hardware_of, model_named, part, tier
 from foreword.cli.settings import count
 from foreword.cli.traces import opened_trace, progress_bar, written
+from foreword.core.place import PLACEMENTS, Gain
 from foreword.sim import plots
 from foreword.sim.fleet import FleetRules, play
 from foreword.sim.formats.request_log import LoggedEngine, read_engine
@@ -181,6 +182,7 @@ def _planned(args: argparse.Namespace) -> LoggedEngine:
         block_size=size,
         block_bytes=block_bytes,
         tiers=tuple(room for room in tiers if room.num_blocks),
+        placement=Gain,
     )
     return LoggedEngine(site.model.name, shape, 1)
 
@@ -194,6 +196,10 @@ def _shape(args: argparse.Namespace, shape: WorkerShape, trace: Trace) -> Worker
             known = ", ".join(CORE_POLICIES)
             raise Failure(f"--policy in virtual time is one of {known}", "usage")
         shape = replace(shape, policy=CORE_POLICIES[args.policy[0]])
+    if args.store:
+        if len(args.store) > 1:
+            raise Failure("--store in virtual time is one name", "usage")
+        shape = replace(shape, placement=PLACEMENTS[args.store[0]])
     if args.tier:
         names = ["device", *(one.name for one in args.tier)]
         if len(set(names)) < len(names):
@@ -239,6 +245,11 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"reused {result['hit_share']:.2%} of {result['prompt_tokens']:,} prompt tokens ({by_tier})"
     )
+    names = result["workers"][0]["tiers"] if result["workers"] else ()
+    for name in names:
+        tiers = [worker["tiers"][name] for worker in result["workers"]]
+        stored, loaded = (sum(t[f"{verb}_bytes"] for t in tiers) for verb in ("stored", "loaded"))
+        yield f"{name}: {stored / 1e9:,.1f} GB written, {loaded / 1e9:,.1f} GB read"
     logged = result.get("logged", {})
     if "hit_share" in logged:
         yield f"logged {logged['hit_share']:.2%} ({logged['hit_tokens']:,})"

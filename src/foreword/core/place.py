@@ -70,6 +70,8 @@ _Piece = tuple[int, int, Likeness]  # of a request's blocks: first and end of so
 _FROM_START = (4, 32, 256)  # new blocks, where pieces end
 _FROM_END = (8, 2, 0)
 _USED, _ANSWER, _APPENDED = 1000, 1001, 2000  # names of pieces, beside their ends
+_BESIDE = 0.1  # a second of a tier, which works beside the steps, in seconds of the device
+_LEAST = 0.02  # likelihood of a use: a disk wears, which seconds do not say
 _MAX_KINDS = 1024  # of requests
 
 
@@ -78,8 +80,8 @@ class Gain(Placement):
 
     A block that is not stored now can be at its next use, when the device has it or it was computed
     again. So storing it now gains the prefill of that use, if the device has lost it by then: as
-    likely as for other blocks of its classes. It costs the write, and what has to leave for it,
-    which is as likely used again as what left so far. Before costs are known: write-through.
+    likely as for other blocks of its classes. It costs the tier's time, and what has to leave for
+    it, which is as likely used again as what left so far. Before costs are known: write-through.
     """
 
     name = "gain"
@@ -157,8 +159,9 @@ class Gain(Placement):
         read = costs.tiers[number].cost
         wanted = kept = lease.num_stored[number]
         move_s = read.load_s(costs.block_bytes) - read.latency_s
+        beside_s = _BESIDE * move_s
         is_full = tier.num_blocks >= tier.capacity
-        victim = self._rates.rates(self._left[number], 0.0)[number] if is_full else 0.0
+        victim = max(_LEAST, self._rates.rates(self._left[number], 0.0)[number] * is_full)
         gain_s = 0.0 if kept else -read.latency_s * self._rates.rates(pieces[0][2])[number]
         most_s = 0.0
         for start, stop, alike in pieces:
@@ -166,8 +169,9 @@ class Gain(Placement):
             if first >= stop or (stop == ALL and wanted < start):
                 continue  # an answer that may be none is no reason to keep its prompt
             count = 1 if stop == ALL else stop - first
-            saved_s = max(0.0, costs.block_s(first + count // 2) - move_s)
-            gain_s += count * ((self._rates.rates(alike)[number] - victim) * saved_s - move_s)
+            prefill_s = costs.block_s(first + count // 2)
+            saved_s = prefill_s - beside_s if prefill_s > move_s else 0.0
+            gain_s += count * ((self._rates.rates(alike)[number] - victim) * saved_s - beside_s)
             if gain_s > most_s:
                 most_s, wanted = gain_s, stop
         return wanted
