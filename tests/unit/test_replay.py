@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from foreword.sim.prompt import MARK, prompt_chain, visit
 from foreword.sim.replay import Rules, replay
 from foreword.sim.trace import Record, Trace
@@ -174,3 +176,18 @@ def test_what_a_server_does_not_reuse_or_count_is_not_reused_or_counted_here() -
         found = replay(trace, [Setting("lru", (9,)), Setting("opt", (9,))], Rules())
     for total in (found.ceiling, *(row.outcome.total for row in found.rows)):
         assert (total.num_requests, total.num_hit_tokens) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("store", "stored", "hits"),
+    [("write-through", 8, 8), ("on-second-use", 0, 0), ("write-back", 8, 8), ("gain", 8, 8)],
+)
+def test_what_goes_below_the_device_is_as_the_setting_says(
+    store: str, stored: int, hits: int
+) -> None:
+    """Two prompts in turn, where the device holds one."""
+    records = of_blocks([1, 2, 3, 0], [4, 5, 6, 0], [1, 2, 3, 0])
+    outcome = found(records, Setting("lru", (4, UNLIMITED), store))
+    below = outcome.tiers[1]
+    assert (below.num_stored_blocks, below.num_hit_tokens) == (stored, hits)
+    assert str(Setting("lru", (4, 9), store)).endswith(f":{store}") == (store != "write-through")

@@ -247,3 +247,15 @@ def test_what_cannot_serve_in_virtual_time(
     trace: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(capsys, trace, "--model", "smollm2-135m", "--hardware", "h100", *words)
+
+
+def test_what_goes_below_is_compared(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = replayed(capsys, trace, "--blocks", "3+9", "--store", "gain,on-second-use")
+    assert columns(result["rows"], "store") == [("gain",), ("on-second-use",)]
+    assert any("to move a block is taken to cost 0.5" in one for one in result["left_out"])
+    result = replayed(capsys, trace, "--compare", "lru@3+9,lru@3+9:write-back")
+    assert columns(result["rows"], "store") == [("write-through",), ("write-back",)]
+    words = "there is no store=all; it may be gain, write-through, on-second-use, write-back"
+    assert words in refused(capsys, trace, "--store", "all")
+    assert words in refused(capsys, trace, "--compare", "lru@3+9:all")
+    assert "without --store" in refused(capsys, trace, "--compare", "lru@3", "--store", "gain")
