@@ -82,7 +82,7 @@ def test_what_needs_an_answer_has_it_in_its_prompt(kind):
 
 @pytest.mark.parametrize(
     ("kind", "num", "num_blocks"),
-    [("few-shot", 12, 400), ("tree-of-thought", 4, 700), ("agents", 12, 2400)],
+    [("few-shot", 12, 400), ("tree-of-thought", 8, 700), ("agents", 12, 2400)],
 )
 def test_depth_first_reaches_the_optimum_of_a_batch(kind, num, num_blocks):
     """To the block, on a device that does not hold the tree."""
@@ -96,7 +96,7 @@ def test_depth_first_reaches_the_optimum_of_a_batch(kind, num, num_blocks):
 
 
 def test_the_bench_says_what_each_order_gives(capsys):
-    words = ["--kind", "few-shot", "--programs", "20", "--blocks", "600"]
+    words = ["--kind", "few-shot", "--programs", "12", "--blocks", "400"]
     assert cli.main(["bench", "schedule", *words, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     kind = result["kinds"]["few-shot"]

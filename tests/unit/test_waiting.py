@@ -172,6 +172,7 @@ def test_a_step_looks_at_few_of_many(order, monkeypatch):
         looked.clear()
         step(scheduled)
         assert len(looked) <= (2 * WINDOW if order == LONGEST_PREFIX else 0)
+        assert len(scheduled.waiting.next_up()) <= WINDOW, "no more can be admitted in a step"
 
 
 def test_what_is_preempted_returns_through_the_tiers():
