@@ -61,10 +61,10 @@ class Timed:
             cache.loaded(effect, effect.start, effect.stop)
         cache.filled(lease, len(chain) - 1 - lease.num_computed_tokens)
         cache.release(lease)
-        for write in cache.lower.take_effects():
-            if isinstance(write, Store):
-                stop = write.start + len(write.block_ids)
-                cache.lower.stored(write.tier, write.chain.hashes[write.start : stop], ok=True)
+        for store in cache.lower.take_effects():
+            if isinstance(store, Store):
+                stop = store.start + len(store.block_ids)
+                cache.lower.stored(store.tier, store.chain.hashes[store.start : stop], ok=True)
         self.request_s.append(time.thread_time() - begin_s)
 
 

@@ -40,11 +40,13 @@ class Order(Protocol[_Key]):
         """The one that leaves first. No candidate again until offered. None: there is none."""
         ...
 
-    def used(
-        self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key] | None = None
-    ) -> None:
+    def used(self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key]) -> None:
         """A request used these, all that is kept from a root on. `split` gives the first blocks of
-        a key a key of their own; None where each stands for one."""
+        a key a key of their own."""
+        ...
+
+    def used_blocks(self, path: Sequence[_Key]) -> None:
+        """The same, where each key stands for one block, and is its hash."""
         ...
 
     def split(self, head: _Key, tail: _Key) -> None:
@@ -140,9 +142,10 @@ class Ranked(Order[_Key]):
         del self._offers[first[2]]
         return first[2]
 
-    def used(
-        self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key] | None = None
-    ) -> None:
+    def used(self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key]) -> None:
+        pass
+
+    def used_blocks(self, path: Sequence[_Key]) -> None:
         pass
 
     def split(self, head: _Key, tail: _Key) -> None:

@@ -153,12 +153,9 @@ class Tier:
         """A request used hashes[:stop]: the last of them that is kept counts as used now, and with
         it all above."""
         if self.order.by_path:
-            path = []
-            for block_hash in hashes[:stop]:
-                entry = self._entries.get(block_hash)
-                if entry is not None and entry.kept:
-                    path.append((block_hash, (block_hash,)))
-            self.order.used(path)
+            found = self._entries.get
+            path = [h for h in hashes[:stop] if (entry := found(h)) is not None and entry.kept]
+            self.order.used_blocks(path)
         self.renew(hashes, stop)
 
     def renew(self, hashes: Sequence[BlockHash], stop: int) -> None:

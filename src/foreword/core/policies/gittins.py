@@ -79,13 +79,12 @@ class Gittins(RunOrder[_Key]):
                     least, chosen = worth, key
         return chosen
 
-    def begin(self, known: list[Run], recalled: Run | None, num_fresh: int) -> int:
-        num_blocks = num_fresh
+    def begin(self, known: list[Run], recalled: Run, num_fresh: int) -> int:
+        num_blocks = num_fresh + recalled.num_blocks
         for run in known:
             num_blocks += run.num_blocks
             self._count(self._reused, run, run.num_blocks)
-        if recalled is not None:
-            num_blocks += recalled.num_blocks
+        if recalled.num_blocks:
             in_session = not recalled.continued
         else:
             in_session = bool(known) and self._goes_on(known[-1], num_fresh)

@@ -98,9 +98,10 @@ class RunOrder(Order[_Key]):
         self._next: _Key | None = None  # what is the end of that run now
 
     @abstractmethod
-    def begin(self, known: list[Run], recalled: Run | None, num_fresh: int) -> int:
-        """A request uses runs that are kept, what comes again after them, and `num_fresh` blocks
-        that are new; returns of what kind these are. The others know nothing of this use yet."""
+    def begin(self, known: list[Run], recalled: Run, num_fresh: int) -> int:
+        """A request uses runs that are kept, what comes again after them, if that has any blocks,
+        and `num_fresh` blocks that are new; returns of what kind these are. The others know nothing
+        of this use yet."""
 
     @abstractmethod
     def reuse(self, run: Run) -> None:
@@ -174,74 +175,94 @@ class RunOrder(Order[_Key]):
         ghost.tails.extend(map(hash, reversed(hashes)))
         ghost.num_blocks += len(hashes)
 
-    def used(
-        self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key] | None = None
-    ) -> None:
+    def used(self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key]) -> None:
+        self._settle()
+        known, new = self._met(path)
+        recalled, fresh = self._use(known, [one for _key, hashes in new for one in hashes])
+        num_left = recalled.num_blocks
+        for key, hashes in new:
+            here = min(num_left, len(hashes))  # now, for a split takes them off
+            num_left -= here
+            if 0 < here < len(hashes):
+                self._runs[split(key, here)] = recalled
+                here = 0
+            if hashes:
+                self._runs[key] = recalled if here else fresh
+        last = [run for run in (*known, recalled, fresh) if run.num_blocks][-1:]
+        if last and path[-1][0] not in self._runs:  # no full block: it stays as long as its parent
+            self._runs[path[-1][0]] = last[0]
+
+    def used_blocks(self, path: Sequence[_Key]) -> None:
+        """What is known is looked up once a run."""
+        self._settle()
+        found, known, at = self._runs.get, list[Run](), 0
+        while at < len(path) and (run := found(path[at])) is not None:
+            stop = at + run.num_blocks
+            if stop > len(path) or found(path[stop - 1]) is not run:
+                keys = [key for key in path[at:stop] if found(key) is run]
+                run, stop = self._part(run, keys, len(keys)), at + len(keys)
+            known.append(run)
+            at = stop
+        new = [key for key in path[at:] if key not in self._runs]
+        recalled, fresh = self._use(known, new)
+        num_recalled = recalled.num_blocks
+        self._runs.update(dict.fromkeys(new[:num_recalled], recalled))
+        self._runs.update(dict.fromkeys(new[num_recalled:], fresh))
+
+    def _use(self, known: list[Run], new: Sequence[Hashable]) -> tuple[Run, Run]:
+        """A request used these runs and these blocks, by their hashes. Returns the runs of those
+        that come again, which are the first, and of the others; there may be none of either."""
         self._request += 1
         self._leaving = self._next = None
-        self._settle()
-        runs, new = self._met(path)
         recalled = self._recall(new)
-        num_fresh = sum(len(hashes) for _key, hashes in new)
-        if recalled is not None:
-            num_fresh -= recalled.num_blocks
-        fresh = Run(self.begin(runs, recalled, num_fresh), self.now_s, self._request)
-        fresh.num_blocks = num_fresh
-        if recalled is not None:
-            recalled.continued = False
-            runs.append(recalled)
-        for run in runs:
+        fresh = Run(0, self.now_s, self._request)
+        fresh.num_blocks = len(new) - recalled.num_blocks
+        fresh.kind = self.begin(known, recalled, fresh.num_blocks)
+        recalled.continued = False
+        for run in (*known, recalled):
             run.num_uses += 1
             self.reuse(run)
             run.earlier_s, run.used_s = run.used_s, self.now_s
             run.request, run.ghost = self._request, None
-        self._begin(new, recalled, fresh, split)
-        if num_fresh:
-            self.made(fresh)
-            runs.append(fresh)
+        begun = [run for run in (recalled, fresh) if run.num_blocks]
         follower = None
-        for run in reversed(runs):
+        for run in reversed([*known, *begun]):
             run.follower, follower = follower, run
-        if runs and path[-1][0] not in self._runs:  # no full block: it stays as long as its parent
-            self._runs[path[-1][0]] = runs[-1]
+        for run in begun:
+            self.made(run)
+        return recalled, fresh
 
     def _met(self, path: Sequence[Span[_Key]]) -> tuple[list[Run], list[Span[_Key]]]:
         """The runs that a path knows, each used as a whole, for the rest of it is parted; and what
         is of none yet."""
-        spans: list[tuple[Run, int, int]] = []  # and where it starts, and how many blocks it has
+        parts: dict[Run, list[Span[_Key]]] = {}
         new: list[Span[_Key]] = []
-        last, start, count = None, 0, 0
-        for at, span in enumerate(path):
+        for span in path:
             run = self._runs.get(span[0])
-            if run is not last:
-                if last is not None:
-                    spans.append((last, start, count))
-                last, start, count = run, at, 0
-            count += len(span[1])
             if run is None:
                 new.append(span)
-        if last is not None:
-            spans.append((last, start, count))
-        known: list[Run] = []
-        for run, start, count in spans:
-            if count == run.num_blocks:
-                known.append(run)
-                continue
-            head = run.part(count)
-            self.made(head)
-            known.append(head)
-            for key, _hashes in path[start:]:
-                if self._runs.get(key) is not run:
-                    break
-                self._runs[key] = head
+            else:
+                parts.setdefault(run, []).append(span)
+        known = []
+        for run, spans in parts.items():
+            count = sum(len(hashes) for _key, hashes in spans)
+            whole = count == run.num_blocks
+            known.append(run if whole else self._part(run, [key for key, _ in spans], count))
         return known, new
 
-    def _recall(self, new: Sequence[Span[_Key]]) -> Run | None:
+    def _part(self, run: Run, keys: Sequence[_Key], num_blocks: int) -> Run:
+        """The first blocks of a run, which these keys stand for, become one of their own."""
+        head = run.part(num_blocks)
+        self._runs.update(dict.fromkeys(keys, head))
+        self.made(head)
+        return head
+
+    def _recall(self, new: Sequence[Hashable]) -> Run:
         """What comes again of evicted blocks, from the first of the new ones on; its ghosts end."""
-        if not new or not new[0][1] or hash(new[0][1][0]) not in self._ghosts:
-            return None
-        numbers = [hash(block_hash) for _key, hashes in new for block_hash in hashes]
         recalled, at = Run(0, self.now_s), 0
+        if not new or hash(new[0]) not in self._ghosts:
+            return recalled
+        numbers = list(map(hash, new))
         while at < len(numbers) and (ghost := self._ghosts.pop(numbers[at], None)) is not None:
             shared = ghost.num_shared(numbers, at)
             self.recall(ghost, shared)
@@ -257,30 +278,7 @@ class RunOrder(Order[_Key]):
                 self._file(ghost)
                 break
         recalled.num_blocks = at
-        self.made(recalled)
         return recalled
-
-    def _begin(
-        self,
-        new: Sequence[Span[_Key]],
-        recalled: Run | None,
-        fresh: Run,
-        split: Callable[[_Key, int], _Key] | None,
-    ) -> None:
-        """Give what is new its runs: the first blocks come again, the others are fresh."""
-        num_left = recalled.num_blocks if recalled is not None else 0
-        for key, hashes in new:
-            run = fresh
-            here = min(num_left, len(hashes))  # now, for a split takes them off
-            num_left -= here
-            if recalled is not None and here:
-                if here < len(hashes):
-                    assert split is not None
-                    self._runs[split(key, here)] = recalled
-                else:
-                    run = recalled
-            if hashes:
-                self._runs[key] = run
 
     def _settle(self) -> None:
         """File the ghost that grew, and let go what is too much."""
