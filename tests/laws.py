@@ -160,7 +160,11 @@ def check_runs(order, spans):
     for key, run in order._runs.items():
         num_blocks[run] += spans[key]
     assert all(run.num_blocks == num for run, num in num_blocks.items())
-    assert order._num_ghosts == sum(ghost.num_blocks for ghost in order._ghosts.values())
+    kinds = Counter()
+    for run, num in num_blocks.items():
+        kinds[run.kind] += num
+    assert order.num_blocks == [kinds[kind] for kind in range(len(order.queues))]
+    assert sum(order.num_ghosts) == sum(ghost.num_blocks for ghost in order._ghosts.values())
     assert all(first == ghost.tails[-1] for first, ghost in order._ghosts.items())
 
 

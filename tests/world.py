@@ -12,8 +12,7 @@ from random import Random
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.place import Gain
-from foreword.core.policies.gittins import GITTINS
-from foreword.core.policy import FIFO, LRU
+from foreword.core.policies import POLICIES
 from foreword.core.request import NO_HINTS, Request, SamplingParams
 from foreword.core.scheduler import Scheduler
 from foreword.engine.sample import Sample
@@ -49,7 +48,7 @@ class World:
         longest = -(-60 // self.block_size)
         num_blocks = longest + self.random.randint(0, int(self.spare * longest))
         self.slots = Slots(num_blocks, self.block_size)
-        self.policy = self.random.choice([LRU, FIFO, GITTINS])
+        self.policy = self.random.choice(list(POLICIES.values()))
         self.cache = KVCache(
             num_blocks,
             self.block_size,

@@ -46,7 +46,12 @@ def test_traces_of_tokens_find_what_the_server_would_find(data: st.DataObject) -
         known.append([*prompt, *turns[-1][1]])
     longest = max(len(prompt) + len(answer) - 1 for prompt, answer in turns)
     num_blocks = -(-longest // block_size) + data.draw(st.integers(0, 9))
-    check(turns, block_size, num_blocks, data.draw(st.sampled_from(["lru", "gittins"])))
+    check(
+        turns,
+        block_size,
+        num_blocks,
+        data.draw(st.sampled_from(["gittins", "lru", "lru-2", "arc", "s3-fifo"])),
+    )
 
 
 def test_an_answer_that_is_known_gives_its_slots_back_as_it_grows() -> None:

@@ -1,7 +1,11 @@
-"""The policies, by name. Each file here has one that nothing else depends on."""
+"""The policies, by name. All but the first two files of the default, `runs` and `gittins`, can be
+taken away."""
 
+from foreword.core.policies.arc import ADAPTIVE
 from foreword.core.policies.gittins import GITTINS
+from foreword.core.policies.lru2 import LRU_2
+from foreword.core.policies.s3fifo import S3_FIFO
 from foreword.core.policy import FIFO, LRU
 
 DEFAULT = GITTINS
-POLICIES = {policy.name: policy for policy in (GITTINS, LRU, FIFO)}
+POLICIES = {policy.name: policy for policy in (GITTINS, LRU, LRU_2, ADAPTIVE, S3_FIFO, FIFO)}

@@ -68,11 +68,11 @@ class Gittins(RunOrder[_Key]):
         self._left = [[0.0] * _NUM_BINS for _ in range(_NUM_KINDS)]  # that nobody waits for now
         self._index = [[1 / (1 + edge) for edge in _EDGES[:-1]] for _ in range(_NUM_KINDS)]
 
-    def choose(self, firsts: list[tuple[float, int, _Key] | None]) -> _Key | None:
+    def choose(self) -> _Key | None:
         least: tuple[float, float, int] | None = None
         chosen: _Key | None = None
-        for kind, first in enumerate(firsts):
-            if first is not None:
+        for kind, queue in enumerate(self.queues):
+            if queue and (first := queue.first()) is not None:
                 used_s, serial, key = first
                 worth = self._index[kind][_bin(self.now_s - used_s)], used_s, serial
                 if least is None or worth < least:
@@ -95,7 +95,7 @@ class Gittins(RunOrder[_Key]):
         return _step(_FRESH_TOKENS, num_blocks * self._block_tokens)
 
     def reuse(self, run: Run) -> None:
-        run.kind = _REUSED + _step(_NUM_USES, run.num_uses)
+        self.sort(run, _REUSED + _step(_NUM_USES, run.num_uses))
 
     def recall(self, ghost: Ghost, num_blocks: int) -> None:
         self._count(self._reused, ghost, num_blocks)
@@ -120,7 +120,8 @@ class Gittins(RunOrder[_Key]):
         """The session of `request` goes on elsewhere: what it used last is its past."""
         while run is not None and run.request == request and run.kind != _SUPERSEDED:
             self._count(self._left, run, run.num_blocks)
-            run.kind, run.used_s = _SUPERSEDED, self.now_s
+            self.sort(run, _SUPERSEDED)
+            run.used_s = self.now_s
             if run.leaf in self._offers:
                 self.offer_run(run.leaf, run)
             run = run.follower

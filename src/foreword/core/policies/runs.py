@@ -6,7 +6,6 @@ are known by it. Each run is of a kind, which its policy gives it, and its candi
 queue of that kind.
 """
 
-from abc import abstractmethod
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
@@ -23,6 +22,7 @@ class Run:
     and `earlier_s` the one before (less than all times: there was none)."""
 
     __slots__ = (
+        "came",
         "continued",
         "earlier_s",
         "follower",
@@ -37,6 +37,7 @@ class Run:
 
     def __init__(self, kind: int, used_s: float, request: int = -1) -> None:
         self.kind = kind
+        self.came = 0  # when, by its order's count of offers
         self.used_s = used_s
         self.request = request  # that used it last
         self.earlier_s = float("-inf")
@@ -50,7 +51,7 @@ class Run:
     def part(self, num_blocks: int) -> "Run":
         """Its first blocks become a run of their own, which this one follows."""
         head = Run(self.kind, self.used_s, self.request)
-        head.earlier_s, head.num_uses = self.earlier_s, self.num_uses
+        head.came, head.earlier_s, head.num_uses = self.came, self.earlier_s, self.num_uses
         head.num_blocks = num_blocks
         head.follower = self
         self.num_blocks -= num_blocks
@@ -87,9 +88,10 @@ class RunOrder(Order[_Key]):
         self._max_ghosts = max_ghosts
         self._runs: dict[_Key, Run] = {}
         self._ghosts: dict[int, Ghost] = {}  # by the first block; the oldest first
-        self._num_ghosts = 0  # blocks
+        self.num_ghosts = [0] * num_kinds  # blocks
         self._offers: dict[_Key, int] = {}
-        self._queues: list[Queue[_Key]] = [Queue(self._offers) for _ in range(num_kinds)]
+        self.queues: list[Queue[_Key]] = [Queue(self._offers) for _ in range(num_kinds)]
+        self.num_blocks = [0] * num_kinds  # that are kept, and have a run
         self._serial = 0
         self._request = 0
         self._stranger = Run(0, 0.0)  # for what no request that has ended used
@@ -97,19 +99,19 @@ class RunOrder(Order[_Key]):
         self._leaving: Run | None = None  # whose end left last
         self._next: _Key | None = None  # what is the end of that run now
 
-    @abstractmethod
     def begin(self, known: list[Run], recalled: Run, num_fresh: int) -> int:
         """A request uses runs that are kept, what comes again after them, if that has any blocks,
         and `num_fresh` blocks that are new; returns of what kind these are. The others know nothing
         of this use yet."""
+        raise NotImplementedError
 
-    @abstractmethod
     def reuse(self, run: Run) -> None:
         """A run that is kept or came again is used: what does that change of it?"""
+        raise NotImplementedError
 
-    @abstractmethod
-    def choose(self, firsts: list[tuple[float, int, _Key] | None]) -> _Key | None:
-        """Which of the candidates leaves: of each kind, rank, serial and key of the first one."""
+    def choose(self) -> _Key | None:
+        """Which candidate leaves: the first one of some kind's queue."""
+        raise NotImplementedError
 
     def rank(self, run: Run) -> float:
         """Among those of its kind; the least leaves first."""
@@ -119,7 +121,7 @@ class RunOrder(Order[_Key]):
         """So many blocks of a ghost came again."""
 
     def forget(self, ghost: Ghost) -> None:
-        """A ghost ends, for there are too many."""
+        """A ghost ends, and nothing of it came again."""
 
     def made(self, run: Run) -> None:
         """A run or a ghost begins. Once it ends it has no blocks."""
@@ -128,7 +130,7 @@ class RunOrder(Order[_Key]):
         run = self._runs.get(key)
         if run is None:
             run = self._stranger
-            run.used_s = self.now_s
+            run.used_s, run.came = self.now_s, self._serial
         elif run is self._leaving:
             self._next = key
         self.offer_run(key, run)
@@ -136,7 +138,13 @@ class RunOrder(Order[_Key]):
     def offer_run(self, key: _Key, run: Run) -> None:
         run.leaf = key
         self._serial += 1
-        self._queues[run.kind].offer(key, self.rank(run), self._serial)
+        self.queues[run.kind].offer(key, self.rank(run), self._serial)
+
+    def sort(self, run: Run, kind: int) -> None:
+        """A run is of that kind from now on."""
+        self.num_blocks[run.kind] -= run.num_blocks
+        self.num_blocks[kind] += run.num_blocks
+        run.kind = kind
 
     def withdraw(self, key: _Key) -> None:
         self._offers.pop(key, None)
@@ -145,7 +153,7 @@ class RunOrder(Order[_Key]):
         """A run that has begun to leave goes on until it is used or gone."""
         key = self._next
         if key is None or key not in self._offers:
-            key = self.choose([queue.first() if len(queue) else None for queue in self._queues])
+            key = self.choose()
             if key is None:
                 return None
             self._leaving = self._runs.get(key)
@@ -162,12 +170,13 @@ class RunOrder(Order[_Key]):
         if run is None or not hashes:
             return
         run.num_blocks -= len(hashes)
+        self.num_blocks[run.kind] -= len(hashes)
         ghost = run.ghost
         if ghost is None or ghost is not self._growing:
             self._settle()
             if ghost is not None and self._ghosts.get(ghost.tails[-1]) is ghost:
                 del self._ghosts[ghost.tails[-1]]
-                self._num_ghosts -= ghost.num_blocks
+                self.num_ghosts[ghost.kind] -= ghost.num_blocks
             else:
                 ghost = run.ghost = Ghost(run)
                 self.made(ghost)
@@ -217,7 +226,10 @@ class RunOrder(Order[_Key]):
         recalled = self._recall(new)
         fresh = Run(0, self.now_s, self._request)
         fresh.num_blocks = len(new) - recalled.num_blocks
+        fresh.came = recalled.came = self._serial
         fresh.kind = self.begin(known, recalled, fresh.num_blocks)
+        self.num_blocks[fresh.kind] += fresh.num_blocks
+        self.num_blocks[recalled.kind] += recalled.num_blocks
         recalled.continued = False
         for run in (*known, recalled):
             run.num_uses += 1
@@ -267,7 +279,7 @@ class RunOrder(Order[_Key]):
             shared = ghost.num_shared(numbers, at)
             self.recall(ghost, shared)
             at += shared
-            self._num_ghosts -= shared
+            self.num_ghosts[ghost.kind] -= shared
             ghost.num_blocks -= shared
             recalled.num_uses = max(recalled.num_uses, ghost.num_uses)
             recalled.kind, recalled.used_s = ghost.kind, ghost.used_s
@@ -285,19 +297,20 @@ class RunOrder(Order[_Key]):
         if self._growing is None:
             return
         self._file(self._growing)
-        self._num_ghosts += self._growing.num_blocks
+        self.num_ghosts[self._growing.kind] += self._growing.num_blocks
         self._growing = None
-        while self._num_ghosts > self._max_ghosts:
-            oldest = self._ghosts.pop(next(iter(self._ghosts)))
-            self.forget(oldest)
-            self._num_ghosts -= oldest.num_blocks
-            oldest.num_blocks = 0
+        while sum(self.num_ghosts) > self._max_ghosts:
+            self._end(self._ghosts.pop(next(iter(self._ghosts))))
+
+    def _end(self, ghost: Ghost) -> None:
+        self.forget(ghost)
+        self.num_ghosts[ghost.kind] -= ghost.num_blocks
+        ghost.num_blocks = 0
 
     def _file(self, ghost: Ghost) -> None:
         """Keep a ghost by its first block, as the newest. One of that block before it is of no use:
         it was there again meanwhile."""
         other = self._ghosts.pop(ghost.tails[-1], None)
         if other is not None:
-            self._num_ghosts -= other.num_blocks
-            other.num_blocks = 0
+            self._end(other)
         self._ghosts[ghost.tails[-1]] = ghost
