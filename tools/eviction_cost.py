@@ -34,7 +34,7 @@ class Timed:
         policy = replace(POLICIES[name], block_tokens=block_tokens)
         tiers = [Tier(tier_blocks, policy=policy)] if tier_blocks else []
         self.cache = KVCache(num_blocks, 1, tiers=tiers, policy=policy)
-        self.total_s = 0.0
+        self.num_hits = 0
         self.request_s: list[float] = []
         self.calls: list[float] = []
         for order in (self.cache.index.order, *(tier.order for tier in tiers)):
@@ -61,6 +61,7 @@ class Timed:
             cache.loaded(effect, effect.start, effect.stop)
         cache.filled(lease, len(chain) - 1 - lease.num_computed_tokens)
         cache.release(lease)
+        self.num_hits += lease.num_reused_tokens
         for store in cache.lower.take_effects():
             if isinstance(store, Store):
                 stop = store.start + len(store.block_ids)
@@ -88,14 +89,16 @@ def main() -> None:
         for timed in made:
             timed.serve(chain, now_s)
     print(f"{num_blocks:,} blocks of {block_tokens} tokens")
-    print(f"{'policy':10}{'us/block':>10}{'beside lru':>12}{'longest request ms':>20}", end="")
+    print(
+        f"{'policy':10}{'hits %':>8}{'us/block':>10}{'beside':>8}{'longest request ms':>20}", end=""
+    )
     print(f"{'longest call ms':>17}" if args.calls else "")
+    first = sum(made[0].request_s)
     for timed, name in zip(made, args.policy.split(","), strict=True):
-        each = sum(timed.request_s) / num_blocks * 1e6
-        first = sum(made[0].request_s) / num_blocks * 1e6
-        print(
-            f"{name:10}{each:10.2f}{each - first:12.2f}{max(timed.request_s) * 1e3:20.2f}", end=""
-        )
+        each = sum(timed.request_s)
+        figures = (each / num_blocks * 1e6, (each - first) / num_blocks * 1e6)
+        print(f"{name:10}{100 * timed.num_hits / num_blocks:8.2f}", end="")
+        print(f"{figures[0]:10.2f}{figures[1]:8.2f}{max(timed.request_s) * 1e3:20.2f}", end="")
         print(f"{max(timed.calls) * 1e3:17.2f}" if args.calls else "")
 
 

@@ -13,6 +13,8 @@ from foreword.sim.replay import Rules, replay
 from foreword.sim.trace import Record, Trace
 from foreword.sim.trial import Setting
 
+NAMES = [name for name in POLICIES if name != "fifo"]  # which a replay takes for the plain one
+
 
 def served(cache: KVCache, prompt: Sequence[int], answer: Sequence[int]) -> int:
     """One request as the engine serves it, a token at a time; how many tokens were reused."""
@@ -50,7 +52,7 @@ def test_traces_of_tokens_find_what_the_server_would_find(data: st.DataObject) -
         turns,
         block_size,
         num_blocks,
-        data.draw(st.sampled_from(["gittins", "lru", "lru-2", "arc", "s3-fifo"])),
+        data.draw(st.sampled_from(NAMES)),
     )
 
 

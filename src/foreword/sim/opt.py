@@ -51,6 +51,7 @@ class Future:
                 self._file.write(piece)
             progress(1 - start / len(trace))
         self.num_blocks = len(uses)  # different ones
+        self.is_timed = len(trace) > 0 and trace[len(trace) - 1].arrival_s > 0
         # What an endless cache may hold: all of them, an unfinished one of each request, and those
         # of the request that runs once more.
         self.all_slots = len(uses) + len(trace) + self.most_slots

@@ -166,7 +166,7 @@ class CoreTrial(Trial):
         cache = self._cache
         if seen.num_slots > cache.pool.num_blocks:
             return None
-        cache.tick(record.arrival_s)
+        cache.tick(record.arrival_s if self.future.is_timed else record.place)
         num_evicted = cache.num_evicted_blocks
         admitted = cache.admit(seen.prompt, match=seen.reuses)
         assert not isinstance(admitted, Refusal), "it fits, and nothing else runs"

@@ -1,5 +1,4 @@
-"""The policies, by name. All but the first two files of the default, `runs` and `gittins`, can be
-taken away."""
+"""The policies, by name. Nothing else knows of any but the default one, LRU and FIFO."""
 
 from foreword.core.policies.arc import ADAPTIVE
 from foreword.core.policies.gittins import GITTINS

@@ -1,5 +1,5 @@
-"""ARC: room for what was used once and for what was used again, as much of each as pays (Megiddo and
-Modha, FAST 2003), leaf first.
+"""ARC: room for what was used once and for what was used again, as much of each as pays, leaf first
+(Megiddo and Modha, FAST 2003).
 
 When a ghost of one kind comes again, that kind has too little room. Ghosts are as many blocks as
 the cache has, whatever their kind.

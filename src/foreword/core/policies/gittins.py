@@ -12,7 +12,7 @@ Times are those of the owner's clock, in seconds. Work per call is bounded: a ta
 piece by piece, over many requests.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
@@ -47,11 +47,6 @@ _AT_ONCE = 500  # runs looked at per call while learning
 
 def _bin(age_s: float) -> int:
     return max(0, min(_NUM_BINS, bisect_right(_EDGES, age_s)) - 1)
-
-
-def _step(bounds: Sequence[int], value: int) -> int:
-    """How many of the bounds the value is above."""
-    return sum(value > bound for bound in bounds)
 
 
 class Gittins(RunOrder[_Key]):
@@ -91,11 +86,11 @@ class Gittins(RunOrder[_Key]):
         self._num_since += num_blocks
         self._learn()
         if in_session:
-            return _APPENDED + _step(_APPENDED_TOKENS, num_fresh * self._block_tokens)
-        return _step(_FRESH_TOKENS, num_blocks * self._block_tokens)
+            return _APPENDED + bisect_left(_APPENDED_TOKENS, num_fresh * self._block_tokens)
+        return bisect_left(_FRESH_TOKENS, num_blocks * self._block_tokens)
 
     def reuse(self, run: Run) -> None:
-        self.sort(run, _REUSED + _step(_NUM_USES, run.num_uses))
+        self.sort(run, _REUSED + bisect_left(_NUM_USES, run.num_uses))
 
     def recall(self, ghost: Ghost, num_blocks: int) -> None:
         self._count(self._reused, ghost, num_blocks)
@@ -122,7 +117,7 @@ class Gittins(RunOrder[_Key]):
             self._count(self._left, run, run.num_blocks)
             self.sort(run, _SUPERSEDED)
             run.used_s = self.now_s
-            if run.leaf in self._offers:
+            if run.leaf in self._offers and self._runs.get(run.leaf) is run:
                 self.offer_run(run.leaf, run)
             run = run.follower
 

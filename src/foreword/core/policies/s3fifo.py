@@ -1,5 +1,5 @@
-"""S3-FIFO: a small queue to prove oneself in, and a main one that what is used goes round again (Yang
-et al., SOSP 2023), leaf first.
+"""S3-FIFO: a small queue to prove oneself in, and a main one where what is used goes round again,
+leaf first (Yang et al., SOSP 2023).
 """
 
 from collections.abc import Hashable
