@@ -159,7 +159,9 @@ def _known_costs() -> Costs:
 def _with_tiers(costs: Costs | None) -> KVCache:
     num_blocks = PLANNED[-1] + 1
     tiers = [Tier(num_blocks), Tier(num_blocks)]
-    return KVCache(num_blocks, BLOCK_SIZE, tiers=tiers, costs=costs)
+    cache = KVCache(num_blocks, BLOCK_SIZE, tiers=tiers)
+    cache.restores.costs = cache.lower.placement.costs = costs
+    return cache
 
 
 def _chain(num_blocks: int) -> Chain:

@@ -8,8 +8,8 @@ the cache has, whatever their kind.
 from collections.abc import Hashable
 from typing import TypeVar
 
-from foreword.core.policy import Policy
 from foreword.core.policies.runs import Ghost, Run, RunOrder
+from foreword.core.policy import Policy
 
 _Key = TypeVar("_Key", bound=Hashable)
 

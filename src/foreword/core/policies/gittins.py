@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from foreword.core.policy import Policy
 from foreword.core.policies.runs import Ghost, Run, RunOrder
+from foreword.core.policy import Policy
 
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -6,8 +6,8 @@ What was used once leaves first. Ghosts remember uses of what comes again.
 from collections.abc import Hashable
 from typing import TypeVar
 
-from foreword.core.policy import Policy
 from foreword.core.policies.runs import Run, RunOrder
+from foreword.core.policy import Policy
 
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -5,8 +5,8 @@ leaf first (Yang et al., SOSP 2023).
 from collections.abc import Hashable
 from typing import TypeVar
 
-from foreword.core.policy import Policy
 from foreword.core.policies.runs import Run, RunOrder
+from foreword.core.policy import Policy
 
 _Key = TypeVar("_Key", bound=Hashable)
 
