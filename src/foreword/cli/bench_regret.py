@@ -15,6 +15,8 @@ from typing import Any
 from foreword.cli.failure import Failure
 from foreword.cli.settings import count
 from foreword.core.cost import TierCost
+from foreword.core.policy import LRU
+from foreword.core.waiting import ARRIVAL
 from foreword.sim.catalogue import HARDWARE, MODELS, hardware_named
 from foreword.sim.model import DTYPE_BYTES
 from foreword.sim.regret import EXPECTED, Cell, grid, judged, measure, switched
@@ -79,8 +81,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shape_of(model: str, hardware: str) -> WorkerShape:
-    """A worker of the catalogue's figures, with room for everything: a step reads all weights once
-    and computes at the device's peak."""
+    """A worker of the catalogue's figures: a step reads all weights once and computes at the
+    device's peak. First come, first served, with a cache and without: what another order makes
+    slower is none of the tier's. It is given room for everything, so that no policy counts."""
     if model not in MODELS:
         raise Failure(f"--model {model}: there are {', '.join(MODELS)}", "usage")
     if hardware not in HARDWARE:
@@ -89,7 +92,7 @@ def shape_of(model: str, hardware: str) -> WorkerShape:
     step_s = found.weights_bytes() / machine.hbm_bytes_per_s
     cost = replace(found.step_cost(machine.flops_per_s), per_step_s=step_s)
     block_bytes = int(BLOCK_SIZE * found.kv_numbers * DTYPE_BYTES["bfloat16"])
-    return WorkerShape(1 << 20, cost, BLOCK_SIZE, block_bytes)
+    return WorkerShape(0, cost, BLOCK_SIZE, block_bytes, policy=LRU, order=ARRIVAL)
 
 
 def total(rows: Sequence[tuple[Cell, dict[str, list[float]]]], name: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class TierLane:
         self._queued: deque[Piece] = deque()  # with room, without a reader
         self._active: list[tuple[float, int, Piece]] = []  # when each comes, in a heap
         self._num_begun = 0
+        self._patient_s = inf  # nothing is late before
         self._num_held = 0  # cells
         self._held_bytes = 0  # of pieces in them that are not given up
         self._queued_bytes = 0  # asked for, and not come
@@ -65,10 +66,7 @@ class TierLane:
         """When there is something to settle. None: nothing is awaited."""
         if not self._active:
             return None
-        deadlines_s = (
-            [piece.deadline_s for piece in self._asked()] if self._reading.gives_up else []
-        )
-        return min(self._active[0][0], min(deadlines_s, default=inf))
+        return min(self._active[0][0], self._patient_s)
 
     def allows(self, now_s: float) -> bool:
         """Whether the tier is to be asked for anything."""
@@ -81,6 +79,7 @@ class TierLane:
         usual_s = self._fit.load_s(num_bytes) if self._fit is not None else 0.0
         patience_s = LOAD_S + max(num_bytes / LOAD_BYTES_PER_S, USUALLY * usual_s)
         deadline_s = now_s + patience_s if self._reading.gives_up else inf
+        self._patient_s = min(self._patient_s, deadline_s)
         step = max(1, self._reading.cell_bytes // max(1, self._block_bytes))
         starts = range(load.start, load.stop, step)
         for start in starts if self._reading.from_front else reversed(starts):
@@ -108,7 +107,9 @@ class TierLane:
         if self._reading.gives_up:
             for piece in self._pending:
                 piece.deadline_s += busy_s
-            if any(piece.deadline_s <= now_s for piece in self._asked()):
+            if now_s >= self._patient_s:
+                self._patient_s = min((piece.deadline_s for piece in self._asked()), default=inf)
+            if now_s >= self._patient_s:
                 news += [(piece, None) for piece in self._give_up(now_s)]
         self._pump(now_s)
         return news
@@ -119,6 +120,7 @@ class TierLane:
         for piece in given_up:
             piece.given_up = True
             self._queue(-piece.num_bytes)
+        self._patient_s = inf
         self._num_held -= len(self._queued)
         self._held_bytes = 0
         self._queued.clear()

@@ -158,14 +158,14 @@ def measure(
         kind = (cell.num_tokens, cell.together)
         if kind not in streams:
             asked = stream(cell, shape, num_requests, seed)
-            without = Worker(replace(shape, reuse=False), 1)
+            without = Worker(with_room(shape, asked, reuse=False), 1)
             streams[kind] = (asked, play(without, asked, together=cell.together))
         asked, off = streams[kind]
         cost = TierCost(cell.latency_s, cell.bytes_per_s)
         reading = Reading(NUM_READERS, CELL_BYTES, NUM_CELLS, cell.stall_share, gives_up=True)
         room = TierRoom("tier", 1 << 40, cost, reading=reading)
         start = expected or calibrated(cost)
-        own = replace(shape, tiers=(room,), seed=seed, expected=(shape.cost, start))
+        own = with_room(shape, asked, tiers=(room,), seed=seed, expected=(shape.cost, start))
         seconds = {"off": off, "ours": play(ours(own, asked), asked, together=cell.together)}
         patient = replace(room, reading=replace(reading, gives_up=False, from_front=True))
         found = {one.record.place: one.num_found for one in asked}
@@ -173,6 +173,12 @@ def measure(
             rival = RivalWorker(replace(own, tiers=(patient,)), RIVALS[name], found)
             seconds[name] = play(rival, asked, together=cell.together)
         yield cell, seconds
+
+
+def with_room(shape: WorkerShape, asked: Sequence[Asked], **changes: Any) -> WorkerShape:
+    """Changed, with a device that has room for all prompts of a stream and their answers."""
+    num_blocks = sum(-(-(len(one.chain) + _ANSWER) // shape.block_size) for one in asked)
+    return replace(shape, num_blocks=num_blocks, **changes)
 
 
 def calibrated(cost: TierCost) -> TierCost:
@@ -254,7 +260,8 @@ def switched(
     later = ((slow_s, bad), (2 * slow_s, good))
     room = TierRoom("tier", 1 << 40, good, reading=reading, later=later)
     start = (shape.cost, calibrated(good))
-    watched = _Watched(ours(replace(shape, tiers=(room,), seed=seed, expected=start), asked))
+    own = with_room(shape, asked, tiers=(room,), seed=seed, expected=start)
+    watched = _Watched(ours(own, asked))
     play(watched, asked, together=False)
     off = next((turn for turn in watched.turns if turn[0] >= slow_s and not turn[1]), None)
     last = watched.turns[-1] if watched.turns else None
