@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from foreword.core.runs import RunOrder
+from foreword.core.policies.runs import RunOrder
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
