@@ -41,6 +41,8 @@ FILES = (
     "core/index.py",
     "core/policy.py",
     "core/tier.py",
+    "core/reuse.py",
+    "core/place.py",
     "core/lower.py",
     "core/cache.py",
 )
