@@ -76,7 +76,7 @@ def test_no_other_split_is_quicker(seed: int) -> None:
     of.chunk_tokens = draw.choice([64, 512, 2048])
     first, stop = draw.randrange(20), draw.choice([21, 30, 250])
     num_tokens, ahead_s = stop * 16 + draw.randrange(1, 300), draw.choice([0, 1e-2])
-    found = plan_restore(of, num_tokens, first * 16, [(0, first, stop)], Present(0.0, ahead_s))
+    found = plan_restore(of, num_tokens, first * 16, [(0, first, stop)], Present(ahead_s))
     rest_s = of.compute_s(stop * 16, num_tokens)
     splits_s = [
         rest_s

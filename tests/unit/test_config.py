@@ -76,7 +76,10 @@ def test_switches_can_be_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("port = 70000", "'70000' is no port"),
         ("port = true", "port is True"),
         ("json = 1", "true or false"),
-        ("policy = 'evict=best'", "there is no evict=best; it may be gittins, lru, fifo"),
+        (
+            "policy = 'evict=best'",
+            "there is no evict=best; it may be gittins, lru, lru-2, arc, s3-fifo, fifo",
+        ),
         ("port = {a = 1}", "port is {'a': 1}"),
         ("config = 'other.toml'", "config is no setting"),
         ("dtype = 'float16'", "bfloat16"),

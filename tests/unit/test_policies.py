@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from foreword.core.policies.runs import RunOrder
 
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.policies import POLICIES
 from foreword.core.policies.gittins import Gittins
+from foreword.core.policies.runs import RunOrder
 from foreword.core.policy import LRU, Policy, Queue
 from foreword.core.tier import Tier
 from laws import check_index, check_tier

@@ -152,8 +152,8 @@ def test_a_plot_without_matplotlib_is_refused_before_the_replay(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--policy", "arc"], f"no policy 'arc' is built; there are {', '.join(POLICY_NAMES)}"),
-        (["--compare", "arc@5"], "no policy 'arc' is built"),
+        (["--policy", "clock"], f"no policy 'clock' is built; there are {', '.join(POLICY_NAMES)}"),
+        (["--compare", "clock@5"], "no policy 'clock' is built"),
         (["--compare", "lru"], "'lru' is no setting: write it as lru@1409"),
         (["--blocks", "0"], "'0' is no capacity"),
         (["--blocks", "5,"], "'' is no capacity"),

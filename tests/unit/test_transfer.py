@@ -10,6 +10,7 @@ import torch
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Load
+from foreword.core.policy import LRU
 from foreword.core.scheduler import Scheduler
 from foreword.core.sequence import Sequence
 from foreword.core.tier import Tier
@@ -333,9 +334,9 @@ def test_nobody_waits_for_a_probe_where_no_one_else_has_the_folder(world, tmp_pa
     where others have stored there the one after their answer."""
     for patience in ("PROBE_S", "LOAD_S"):
         monkeypatch.setattr(transfer, patience, 30.0)
-    cell = world.moves._lanes[0].inbound
+    cell = world.moves.lanes[0].inbound
     ours = DiskStore(tmp_path, 1 << 22, cell.record_bytes)
-    cache = KVCache(20, SIZE, tiers=[tier_of(ours)])
+    cache = KVCache(20, SIZE, tiers=[tier_of(ours, LRU)])
     moves = Transfer(cache, world.kv, [ours], 1, lambda: None)
     scheduler = Scheduler(cache, 4, 100, 100)
 
