@@ -219,7 +219,7 @@ def test_who_holds_what_and_what_came_since():
 
 
 def test_a_block_that_is_not_sampled_costs_a_tenth_of_its_hash():
-    """The least CPU time of some rounds, for the machine may be busy, beside that of a bare SHA-256."""
+    """The least CPU of some rounds, for the machine may be busy; beside it a bare SHA-256."""
     draw = random.Random(0)
     ghost = Ghost(16, 1, 1 << 24, 64)
     for _ in range(200):
