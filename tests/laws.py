@@ -78,7 +78,7 @@ def check_index(cache):
     all_nodes = nodes(cache)
     in_tree = [block_id for node in all_nodes for block_id in node.block_ids]
     assert sorted(in_tree) == [i for i in range(pool.num_blocks) if pool.cached[i]]
-    candidates = {id(node) for node in index.order._offers}
+    candidates = {id(node) for node in index.leaves.candidates}
     leaves = {id(node) for node in all_nodes if not node.sorted_keys}
     assert candidates <= leaves, "a candidate that is no leaf"
     check_runs(index.order, {node: len(node.hashes) for node in all_nodes})
@@ -141,7 +141,7 @@ def check_tier(tier):
     kept = {h for h, entry in entries.items() if entry.kept is not Kept.ABSENT}
     assert tier.num_blocks == len(kept)
     children = Counter(entry.parent for entry in entries.values() if entry.parent is not None)
-    candidates = set(tier.order._offers)
+    candidates = tier.leaves.candidates
     check_runs(tier.order, dict.fromkeys(kept, 1))
     for block_hash, entry in entries.items():
         assert entry.num_children == children[block_hash]

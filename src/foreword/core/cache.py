@@ -14,6 +14,7 @@ from foreword.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from foreword.core.index import Node, RadixIndex
 from foreword.core.lease import BlockState, Copy, Lease, Load, Probe
 from foreword.core.lower import LowerTiers
+from foreword.core.pins import Pins
 from foreword.core.place import Gain, Placement
 from foreword.core.plan import ALONE, Present
 from foreword.core.policies import DEFAULT
@@ -22,6 +23,8 @@ from foreword.core.pool import BlockPool
 from foreword.core.request import NO_HINTS, Hints
 from foreword.core.restore import Restores
 from foreword.core.tier import Tier
+
+PIN_PART = 4  # of the device: what may be pinned
 
 
 class Refusal(Enum):
@@ -49,6 +52,7 @@ class KVCache:
         self.block_size = block_size
         self.policy = policy
         self.pool = BlockPool(num_blocks)
+        self.pins = Pins(self.pool, num_blocks // PIN_PART)
         self.index = RadixIndex(block_size, policy.order(num_blocks))
         self.reuse = reuse
         below = tuple(tiers) if reuse else ()
@@ -116,12 +120,12 @@ class KVCache:
         source = self._closest(node, chain, start) if match and not plan.loads else None
         if source is not None:
             self.pool.pin((source[0],))
-        fresh = self._take(num_fresh)
+        fresh = self._take(num_fresh, chain.root)
         if fresh is None and source is not None:
             # The copy's source is pinned only for the copy: do without it rather than wait.
             self.pool.unpin((source[0],))
             source = None
-            fresh = self._take(num_fresh)
+            fresh = self._take(num_fresh, chain.root)
         assert fresh is not None
         states = bytearray(bytes([BlockState.READY]) * start + bytes(len(fresh)))  # others: BLANK
         end = node if start else None
@@ -144,7 +148,7 @@ class KVCache:
         missing = self._num_blocks(num_tokens) - len(lease.block_ids)
         if missing <= 0:
             return True
-        fresh = self._take(missing)
+        fresh = self._take(missing, lease.chain.root)
         if fresh is None:
             return False
         lease.block_ids += fresh
@@ -239,21 +243,47 @@ class KVCache:
         leaf = self.publish_end(lease)
         self.pool.unpin(lease.block_ids)
         if leaf is not None:
-            self.index.touch(leaf)
+            self.index.touch(leaf, lease.hints.ttl_s or 0.0)
         self.lower.ended(lease)
 
     def clear(self) -> bool:
-        """Forget everything cached, in our part of the tiers too. False, and nothing changed, while
-        any block is leased."""
-        if self.pool.num_leased:
+        """Forget everything cached, in our part of the tiers too, and pins. False, and nothing
+        changed, while any block is leased."""
+        if sum(self.pool.pins) > sum(map(len, self.pins.held.values())):
             return False
         self.pool = BlockPool(self.pool.num_blocks)
+        self.pins = Pins(self.pool, self.pins.most)
+        now_s, leaves = self.index.order.now_s, self.index.leaves
         self.index = RadixIndex(self.block_size, self.policy.order(self.pool.num_blocks))
+        self.index.order.now_s = now_s
+        self.index.leaves = leaves.emptied(self.index.order)
         self.lower.clear()
         self.tick(self.now_s)
         if self.record_events:
             self._events.append(AllBlocksCleared())
         return True
+
+    def pin(self, chain: Chain) -> int:
+        """Let the full blocks of `chain` that are in the device stay there until unpinned, however
+        long nobody uses them; returns how many. Raises PinsFull."""
+        _, matched = self.index.walk(
+            self.index.root(chain.root), chain.hashes, 0, len(chain.hashes)
+        )
+        if matched:
+            self.pins.pin(chain.hashes[len(matched) - 1], matched)
+        return len(matched)
+
+    def unpin(self, chain: Chain) -> bool:
+        """End the pin of `chain`, or of as much of it as there was. False: there was none."""
+        return any(self.pins.unpin(block_hash) for block_hash in reversed(chain.hashes))
+
+    def limit(self, root: BlockHash, quotas: Sequence[int]) -> None:
+        """Chains of a root, so one tenant's, may have so many blocks in the device and in each
+        tier. Before any of them is known. A running request has the room that it needs; what it
+        leaves beyond the quota leaves first."""
+        self.index.leaves.limit(root, quotas[0])
+        for tier, quota in zip(self.lower.tiers, quotas[1:], strict=True):
+            tier.leaves.limit(root, quota)
 
     def tick(self, now_s: float) -> None:
         """What time it is, by any clock that does not run backwards: some policies go by it."""
@@ -283,15 +313,16 @@ class KVCache:
         found = self.index.closest(node, bytes(chain.key[first * TOKEN_BYTES : last * TOKEN_BYTES]))
         return None if found is None else (found[0].block_ids[0], found[1])
 
-    def _take(self, num_blocks: int) -> list[BlockId] | None:
-        """Pin that many slots, evicting idle blocks where needed. None: not even then."""
+    def _take(self, num_blocks: int, root: BlockHash) -> list[BlockId] | None:
+        """Pin that many slots for a chain of `root`, evicting idle blocks where needed. None: not
+        even then."""
         if num_blocks > self.pool.num_free:
             return None
         missing = num_blocks - self.pool.num_blank
         removed: list[BlockHash] = []
         pinned: list[Node] = []
         while missing > 0:
-            leaf = self.index.pop_leaf()
+            leaf = self.index.pop_leaf(root, num_blocks)
             alike = missing if self.index.order.by_run else 1
             idle = self.pool.num_idle_at_end(leaf.block_ids, alike)
             if idle == 0:

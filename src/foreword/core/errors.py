@@ -10,6 +10,10 @@ class RequestError(ValueError):
         self.param = param
 
 
+class PinsFull(ValueError):
+    """No more blocks may be pinned."""
+
+
 class EngineStopped(RuntimeError):
     """The engine is draining or has failed; nothing was generated for this request."""
 

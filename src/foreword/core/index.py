@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from foreword.core.block import TOKEN_BYTES, BlockHash, BlockId, Chain
+from foreword.core.leaves import NO_TERM, Leaves
 from foreword.core.policy import LRU, Order
 
 
@@ -27,8 +28,10 @@ class Node:
         "key",
         "last_used",
         "parent",
+        "root",
         "sorted_children",
         "sorted_keys",
+        "term",
     )
 
     def __init__(
@@ -42,7 +45,9 @@ class Node:
         self.hashes = hashes
         self.block_ids = block_ids
         self.key = key
+        self.root: BlockHash = parent.root if parent is not None else hashes[0]
         self.added = self.last_used = 0
+        self.term = NO_TERM
         self.children: dict[BlockHash, Node] = {}  # full blocks only
         self.sorted_keys: list[bytes] = []  # first block's tokens of each child, partial ones too
         self.sorted_children: list[Node] = []
@@ -55,6 +60,7 @@ class RadixIndex:
         self._width = block_size * TOKEN_BYTES
         self._roots: dict[BlockHash, Node] = {}
         self.order = LRU.order(0) if order is None else order
+        self.leaves: Leaves[Node] = Leaves(self.order)
         self._clock = 0
 
     def root(self, root_hash: BlockHash) -> Node:
@@ -141,13 +147,15 @@ class RadixIndex:
             return node.sorted_children[place]
         return None
 
-    def touch(self, node: Node) -> None:
-        """`node` and all above were used now. Offers `node` for eviction if it is a leaf."""
+    def touch(self, node: Node, ttl_s: float = 0.0) -> None:
+        """`node` and all above were used now, and are to be kept for so long from now on. Offers
+        `node` for eviction if it is a leaf."""
         self._clock += 1
         path: list[Node] = []
         above = node
         while above.parent is not None:
             above.last_used = self._clock
+            above.term = above.term.renewed(ttl_s, self.order.now_s)
             path.append(above)
             above = above.parent
         if self.order.by_path:
@@ -157,18 +165,24 @@ class RadixIndex:
     def offer(self, leaf: Node) -> None:
         """Make a leaf a candidate for eviction, at the rank that it has now."""
         if _is_leaf(leaf):
-            self.order.offer(leaf, leaf.added, leaf.last_used, leaf.hashes)
+            uses = leaf.added, leaf.last_used
+            self.leaves.offer(leaf, leaf.root, leaf.term, uses, leaf.hashes)
 
-    def pop_leaf(self) -> Node:
-        """The leaf that leaves first. It is no candidate again until offered."""
-        leaf = self.order.pop()
+    def pop_leaf(self, root: BlockHash | None = None, num_more: int = 0) -> Node:
+        """The leaf that leaves first where chains of `root` want so many blocks more. It is no
+        candidate again until offered."""
+        leaf: Node | None = None
+        if root is not None and self.leaves.excess(root, num_more):
+            leaf = self.leaves.pop_own(root)
+        leaf = leaf or self.leaves.pop()
         assert leaf is not None, "an idle leaf that nothing can evict"
         return leaf
 
     def cut(self, leaf: Node, num_blocks: int) -> tuple[list[BlockHash], list[BlockId]]:
         """Remove the last blocks of a leaf. What is a leaf afterwards is offered."""
         assert _is_leaf(leaf)
-        self.order.withdraw(leaf)
+        self.leaves.withdraw(leaf)
+        self.leaves.count(leaf.root, -num_blocks)
         keep = len(leaf.block_ids) - num_blocks
         hashes, block_ids = leaf.hashes[keep:], leaf.block_ids[keep:]
         self.order.removed(leaf, hashes, whole=not keep)
@@ -183,6 +197,7 @@ class RadixIndex:
             del parent.children[hashes[0]]
         self._unhang(parent, bisect_left(parent.sorted_keys, leaf.key[: self._width]))
         if parent.parent is not None:
+            parent.term = max(parent.term, leaf.term)
             self.offer(parent)
         elif not parent.sorted_keys:
             del self._roots[parent.hashes[0]]
@@ -195,6 +210,7 @@ class RadixIndex:
         assert parent is not None
         head = Node(parent, node.hashes[:num_blocks], node.block_ids[:num_blocks], node.key[:at])
         head.added, head.last_used = node.added, node.last_used
+        head.term = node.term
         place = bisect_left(parent.sorted_keys, head.key[: self._width])
         parent.sorted_children[place] = parent.children[head.hashes[0]] = head
         node.parent, node.key = head, node.key[at:]
@@ -214,13 +230,15 @@ class RadixIndex:
             partial = self._unhang(parent, place)
             self.order.removed(partial, (), whole=True)
             redundant = partial.block_ids
+            self.leaves.count(parent.root, -1)
         parent.sorted_keys.insert(place, first)
         parent.sorted_children.insert(place, child)
         if child.hashes:
             parent.children[child.hashes[0]] = child
         if parent.parent is None:
             self._roots[parent.hashes[0]] = parent
-        self.order.withdraw(parent)
+        self.leaves.withdraw(parent)
+        self.leaves.count(parent.root, len(child.block_ids))
         self._clock += 1
         child.added = self._clock
         return child, redundant
@@ -229,7 +247,7 @@ class RadixIndex:
         child = parent.sorted_children.pop(place)
         del parent.sorted_keys[place]
         child.parent = None
-        self.order.withdraw(child)
+        self.leaves.withdraw(child)
         return child
 
 

@@ -58,7 +58,7 @@ class LowerTiers:
             most = lease.hints.max_offload_tokens // lease.chain.block_size
             self._barred.update(hashes[most:stop])
         for tier in self.tiers:
-            tier.touch(hashes, stop)
+            tier.touch(hashes, stop, lease.hints.ttl_s or 0.0)
 
     def evicted(self, index: RadixIndex, leaf: Node, num_blocks: int) -> None:
         """The device is about to drop the last blocks of a leaf: their only chance, if they are to
@@ -130,8 +130,8 @@ class LowerTiers:
             dropped: list[BlockHash] = []
             while at < stop and not tier.num_kept(hashes, at, at + 1):
                 parent = hashes[at - 1] if at else chain.root
-                dropped += tier.make_room(protected=parent)
-                if not tier.claim(hashes[at], parent):
+                dropped += tier.make_room(parent, chain.root)
+                if not tier.claim(hashes[at], parent, chain.root):
                     stop = at  # its own parents fill it
                     break
                 at += 1

@@ -4,7 +4,7 @@ Leaf first holds whatever a policy says: only what may leave is offered to it. E
 Order of its own, which it tells what happens to its blocks.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,6 +35,8 @@ class Order(Protocol[_Key]):
     def withdraw(self, key: _Key) -> None:
         """It is no candidate any more, if it was."""
         ...
+
+    def candidates(self) -> Iterable[_Key]: ...
 
     def pop(self) -> _Key | None:
         """The one that leaves first. No candidate again until offered. None: there is none."""
@@ -134,6 +136,9 @@ class Ranked(Order[_Key]):
 
     def withdraw(self, key: _Key) -> None:
         self._offers.pop(key, None)
+
+    def candidates(self) -> Iterable[_Key]:
+        return self._offers
 
     def pop(self) -> _Key | None:
         first = self._queue.first()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from foreword.core.block import BlockHash
+from foreword.core.leaves import NO_TERM, Leaves, Term
 from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
 
@@ -24,11 +25,13 @@ class Kept(IntEnum):
 
 @dataclass(slots=True)
 class _Entry:
+    root: BlockHash
     parent: BlockHash | None = None  # None: not known, for it was never stored here
     kept: Kept = Kept.ABSENT
     num_children: int = 0
     added: int = 0
     last_used: int = 0
+    term: Term = NO_TERM
 
 
 class Tier:
@@ -47,6 +50,8 @@ class Tier:
         self.num_blocks = 0  # kept or being written
         self._entries: dict[BlockHash, _Entry] = {}
         self.order = policy.order(capacity)
+        self.leaves = Leaves(self.order)
+        self._has_terms = False
         self._policy = policy
         self._clock = 0
 
@@ -61,17 +66,34 @@ class Tier:
     def restore(self, entries: Iterable[tuple[BlockHash, BlockHash]]) -> None:
         """Block hashes and their parents, found when the place was opened, the least recently
         used first."""
-        for block_hash, parent in entries:
-            self._add(block_hash, parent, Kept.READY)
+        found = list(entries)
+        roots = dict(found)  # of each block, once it is looked for
+        for block_hash, parent in found:
+            root, above = parent, list[BlockHash]()
+            while (next_above := roots.get(root)) is not None:
+                above.append(root)
+                root = next_above
+            roots.update(dict.fromkeys(above, root))
+            self._add(block_hash, parent, Kept.READY, root)
 
-    def make_room(self, protected: BlockHash | None = None) -> list[BlockHash]:
-        """Remove blocks until one more fits, or what is over a capacity that became less; returns
-        what must be dropped. Does not remove `protected`: there may be no room then."""
+    def make_room(
+        self, protected: BlockHash | None = None, root: BlockHash | None = None
+    ) -> list[BlockHash]:
+        """Remove blocks until one more fits, a child of `protected`, or what is over a capacity
+        that became less; returns what must be dropped. Does not remove `protected`: there may be
+        no room then. A chain of `root`, by default that of `protected`, has room in its quota."""
         dropped: list[BlockHash] = []
         passed = False
         room = 0 if protected is None else 1
-        while self.num_blocks + room > self.capacity:
-            victim = self.order.pop()
+        if root is None and protected is not None:
+            root = self._root(protected)
+        while True:
+            if root is not None and self.leaves.excess(root, 1):
+                victim = self.leaves.pop_own(root)
+            elif self.num_blocks + room > self.capacity:
+                victim = self.leaves.pop()
+            else:
+                break
             if victim is None:
                 break
             if victim == protected:
@@ -89,12 +111,13 @@ class Tier:
         taken: dict[BlockHash, Kept] = {}
         forgotten: list[tuple[BlockHash, _Entry]] = []
         passed: dict[BlockHash, None] = {}
-        while len(taken) < count and (leaf := self.order.pop()) is not None:
+        while len(taken) < count and (leaf := self.leaves.pop()) is not None:
             if held(leaf):
                 passed[leaf] = None
                 continue
             entry = self._entries[leaf]
             taken[leaf], entry.kept = entry.kept, Kept.ABSENT
+            self.leaves.count(entry.root, -1)
             forgotten += self._forget(leaf, entry)
         enough = len(taken) == count
         if not enough:
@@ -102,9 +125,11 @@ class Tier:
                 self._entries[block_hash] = entry
                 if entry.parent is not None:
                     self._entries[entry.parent].num_children += 1
-                    self.order.withdraw(entry.parent)
+                    self.leaves.withdraw(entry.parent)
             for block_hash, kept in taken.items():
-                self._entries[block_hash].kept = kept
+                entry = self._entries[block_hash]
+                entry.kept = kept
+                self.leaves.count(entry.root, 1)
                 self._offer(block_hash)
         for block_hash in passed:
             self._offer(block_hash)
@@ -115,11 +140,15 @@ class Tier:
         self.num_blocks -= count
         return list(taken)
 
-    def claim(self, block_hash: BlockHash, parent: BlockHash) -> bool:
-        """Count a block that is not kept in, for a Store that is to come. False: no room."""
-        if self.num_blocks >= self.capacity:
+    def claim(
+        self, block_hash: BlockHash, parent: BlockHash, root: BlockHash | None = None
+    ) -> bool:
+        """Count a block that is not kept in, for a Store that is to come; of a chain of `root`, by
+        default that of `parent`. False: no room."""
+        root = root or self._root(parent)
+        if self.num_blocks >= self.capacity or self.leaves.excess(root, 1):
             return False
-        self._add(block_hash, parent, Kept.WRITING)
+        self._add(block_hash, parent, Kept.WRITING, root)
         return True
 
     def stored(self, block_hash: BlockHash) -> None:
@@ -135,7 +164,8 @@ class Tier:
         if entry is None or entry.kept is Kept.ABSENT:
             return
         entry.kept = Kept.ABSENT
-        self.order.withdraw(block_hash)
+        self.leaves.withdraw(block_hash)
+        self.leaves.count(entry.root, -1)
         self.order.removed(block_hash, (block_hash,), whole=True)
         self.num_blocks -= 1
         self._forget(block_hash, entry)
@@ -146,16 +176,21 @@ class Tier:
         self._entries.clear()
         now_s, self.order = self.order.now_s, self._policy.order(self.capacity)
         self.order.now_s = now_s
+        self.leaves = self.leaves.emptied(self.order)
         self.num_blocks = 0
         return dropped
 
-    def touch(self, hashes: Sequence[BlockHash], stop: int) -> None:
+    def touch(self, hashes: Sequence[BlockHash], stop: int, ttl_s: float = 0.0) -> None:
         """A request used hashes[:stop]: the last of them that is kept counts as used now, and with
-        it all above."""
-        if self.order.by_path:
+        it all above. They are to be kept for so long from now on."""
+        self._has_terms |= ttl_s > 0
+        if self.order.by_path or self._has_terms:
             found = self._entries.get
             path = [h for h in hashes[:stop] if (entry := found(h)) is not None and entry.kept]
             self.order.used_blocks(path)
+            for block_hash in path if self._has_terms else ():
+                entry = self._entries[block_hash]
+                entry.term = entry.term.renewed(ttl_s, self.order.now_s)
         self.renew(hashes, stop)
 
     def renew(self, hashes: Sequence[BlockHash], stop: int) -> None:
@@ -169,6 +204,10 @@ class Tier:
                 self._offer(hashes[at])
                 return
 
+    def _root(self, block_hash: BlockHash) -> BlockHash:
+        entry = self._entries.get(block_hash)
+        return entry.root if entry is not None else block_hash
+
     def _leading(self, hashes: Sequence[BlockHash], start: int, stop: int, least: Kept) -> int:
         entries = self._entries
         for at in range(start, stop):
@@ -177,16 +216,18 @@ class Tier:
                 return at - start
         return stop - start
 
-    def _add(self, block_hash: BlockHash, parent: BlockHash, kept: Kept) -> None:
-        entry = self._entries.setdefault(block_hash, _Entry())
+    def _add(self, block_hash: BlockHash, parent: BlockHash, kept: Kept, root: BlockHash) -> None:
+        entry = self._entries.setdefault(block_hash, _Entry(root))
         assert not entry.kept, "kept already"
         if entry.parent is None:
             entry.parent = parent
-            self._entries.setdefault(parent, _Entry()).num_children += 1
-            self.order.withdraw(parent)
+            self._entries.setdefault(parent, _Entry(root)).num_children += 1
+            self.leaves.withdraw(parent)
         self._clock += 1
         entry.kept, entry.added, entry.last_used = kept, self._clock, self._clock
+        entry.root = root
         self.num_blocks += 1
+        self.leaves.count(root, 1)
         self._offer(block_hash)
 
     def _forget(self, block_hash: BlockHash, entry: _Entry) -> list[tuple[BlockHash, _Entry]]:
@@ -198,8 +239,9 @@ class Tier:
             forgotten.append((block_hash, entry))
             if entry.parent is None:
                 return forgotten
-            last_used, block_hash = entry.last_used, entry.parent
+            last_used, term, block_hash = entry.last_used, entry.term, entry.parent
             entry = self._entries[block_hash]
+            entry.term = max(entry.term, term)
             entry.num_children -= 1
             entry.last_used = max(entry.last_used, last_used)
         if not entry.num_children:
@@ -209,4 +251,5 @@ class Tier:
     def _offer(self, block_hash: BlockHash) -> None:
         entry = self._entries[block_hash]
         if entry.kept and not entry.num_children:
-            self.order.offer(block_hash, entry.added, entry.last_used, (block_hash,))
+            uses = entry.added, entry.last_used
+            self.leaves.offer(block_hash, entry.root, entry.term, uses, (block_hash,))

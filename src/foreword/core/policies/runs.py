@@ -8,7 +8,7 @@ queue of that kind.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from foreword.core.block import BlockHash
@@ -148,6 +148,9 @@ class RunOrder(Order[_Key]):
 
     def withdraw(self, key: _Key) -> None:
         self._offers.pop(key, None)
+
+    def candidates(self) -> Iterable[_Key]:
+        return self._offers
 
     def pop(self) -> _Key | None:
         """A run that has begun to leave goes on until it is used or gone."""
