@@ -62,6 +62,10 @@ def check_pool(cache, leases):
             pins[block_id] += 1
         if lease.copy is not None:
             pins[lease.copy.source] += 1
+    for block_ids in cache.pins.held.values():
+        for block_id in block_ids:
+            pins[block_id] += 1
+    assert len({one for held in cache.pins.held.values() for one in held}) <= cache.pins.most
     assert pins == pool.pins, "a pin without a lease, or a lease without its pin"
     idle = [i for i, count in enumerate(pins) if count == 0 and pool.cached[i]]
     blank = [i for i, count in enumerate(pins) if count == 0 and not pool.cached[i]]
@@ -81,6 +85,15 @@ def check_index(cache):
     candidates = {id(node) for node in index.leaves.candidates}
     leaves = {id(node) for node in all_nodes if not node.sorted_keys}
     assert candidates <= leaves, "a candidate that is no leaf"
+    for root, tenant in index.leaves.tenants.items():
+        own = [node for node in all_nodes if node.root == root]
+        assert tenant.num_blocks == sum(len(node.block_ids) for node in own)
+        assert tenant.offers.keys() == index.leaves.candidates & set(own)
+    now_s = index.order.now_s
+    for node in all_nodes:
+        above = node.parent
+        if above.parent is not None and node.term.end_s > now_s:
+            assert above.term.end_s >= node.term.end_s, "a block is kept longer than one before it"
     check_runs(index.order, {node: len(node.hashes) for node in all_nodes})
     for root_hash, root in index._roots.items():
         assert root.hashes == [root_hash]
@@ -142,6 +155,9 @@ def check_tier(tier):
     assert tier.num_blocks == len(kept)
     children = Counter(entry.parent for entry in entries.values() if entry.parent is not None)
     candidates = tier.leaves.candidates
+    for root, tenant in tier.leaves.tenants.items():
+        assert tenant.num_blocks == sum(entries[h].root == root for h in kept) <= tenant.quota
+        assert tenant.offers.keys() == {h for h in candidates if entries[h].root == root}
     check_runs(tier.order, dict.fromkeys(kept, 1))
     for block_hash, entry in entries.items():
         assert entry.num_children == children[block_hash]

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache, Refusal
 from foreword.core.cost import Costs, StepCost, TierCost
+from foreword.core.errors import PinsFull
 from foreword.core.lease import Drop, Load
 from foreword.core.place import PLACEMENTS
 from foreword.core.policies import POLICIES
@@ -32,8 +33,9 @@ class CacheMachine(RuleBasedStateMachine):
         room=st.sampled_from([None, 3, 40]),  # below the device
         placement=st.sampled_from(list(PLACEMENTS.values())),
         move_s=st.sampled_from([None, 0.01, 0.5]),  # of a block that is computed in 1 s
+        quota=st.sampled_from([None, 0, 2, 5]),
     )
-    def start(self, block_size, num_blocks, alphabet, policy, room, placement, move_s):
+    def start(self, block_size, num_blocks, alphabet, policy, room, placement, move_s, quota):
         self.block_size, self.alphabet = block_size, alphabet
         tiers = [] if room is None else [Tier(room, policy=policy)]
         self.cache = KVCache(
@@ -47,6 +49,9 @@ class CacheMachine(RuleBasedStateMachine):
         if tiers and move_s is not None:
             reads = (TierCost(0.0, 1 / move_s),)
             self.cache.lower.placement.costs = Costs.known(StepCost(1.0), reads, 1, 1)
+        if quota is not None:
+            self.cache.limit(ROOTS[1], [quota] * (1 + len(tiers)))
+        self.now_s = 0.0
         self.below = {}  # block hash: what its slot held when it was stored
         self.slots = Slots(num_blocks, block_size)
         self.listener = Listener()
@@ -179,10 +184,32 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.publish_end(lease)
             self.note_stored(lease)
 
+    @precondition(lambda self: hasattr(self, "cache"))
+    @rule(seconds=st.sampled_from([0.5, 5.0, 50.0]))
+    def wait(self, seconds):
+        self.now_s += seconds
+        self.cache.tick(self.now_s)
+
+    @precondition(lambda self: hasattr(self, "cache"))
+    @rule(data=st.data(), root=st.sampled_from(ROOTS))
+    def pin(self, data, root):
+        chain = Chain(root, self.block_size, data.draw(st.sampled_from(self.prompts)))
+        before = dict(self.cache.pins.held)
+        try:
+            self.cache.pin(chain)
+        except PinsFull:
+            assert self.cache.pins.held == before
+
+    @precondition(lambda self: hasattr(self, "cache"))
+    @rule(data=st.data(), root=st.sampled_from(ROOTS))
+    def unpin(self, data, root):
+        self.cache.unpin(Chain(root, self.block_size, data.draw(st.sampled_from(self.prompts))))
+
     @precondition(lambda self: getattr(self, "leases", None))
-    @rule(data=st.data())
-    def release(self, data):
+    @rule(data=st.data(), ttl_s=st.sampled_from([0.0, 0.0, 10.0, 100.0]))
+    def release(self, data, ttl_s):
         lease = data.draw(st.sampled_from(self.leases))
+        lease.ttl_s = ttl_s
         self.leases.remove(lease)
         self.cache.release(lease)
         self.note_stored(lease)

@@ -24,8 +24,6 @@ from foreword.core.request import NO_HINTS, Hints
 from foreword.core.restore import Restores
 from foreword.core.tier import Tier
 
-PIN_PART = 4  # of the device: what may be pinned
-
 
 class Refusal(Enum):
     """Why a request was not admitted. It holds nothing and asks again."""
@@ -52,7 +50,7 @@ class KVCache:
         self.block_size = block_size
         self.policy = policy
         self.pool = BlockPool(num_blocks)
-        self.pins = Pins(self.pool, num_blocks // PIN_PART)
+        self.pins = Pins(self.pool, most=num_blocks // 4)
         self.index = RadixIndex(block_size, policy.order(num_blocks))
         self.reuse = reuse
         below = tuple(tiers) if reuse else ()

@@ -171,10 +171,7 @@ class RadixIndex:
     def pop_leaf(self, root: BlockHash | None = None, num_more: int = 0) -> Node:
         """The leaf that leaves first where chains of `root` want so many blocks more. It is no
         candidate again until offered."""
-        leaf: Node | None = None
-        if root is not None and self.leaves.excess(root, num_more):
-            leaf = self.leaves.pop_own(root)
-        leaf = leaf or self.leaves.pop()
+        leaf = self.leaves.pop_own(root, num_more) or self.leaves.pop()
         assert leaf is not None, "an idle leaf that nothing can evict"
         return leaf
 

@@ -14,12 +14,11 @@ from foreword.core.policy import Order, Queue
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-_AFTER = 2.0**60  # more than all counts of uses
+_AFTER = 2.0**40  # more than all counts of uses
 
 
 class Term(NamedTuple):
-    """Until when a block is to be kept, by its place's clock, and for how long after each use. 0:
-    as its policy says. A block's term is the latest of those below it."""
+    """Until when a block is to be kept, as its place's clock says, and how long after each use."""
 
     end_s: float = 0.0
     ttl_s: float = 0.0
@@ -27,7 +26,7 @@ class Term(NamedTuple):
     def renewed(self, ttl_s: float, now_s: float) -> "Term":
         """After a use, by who asks for so long; a term that has not ended begins anew."""
         ttl_s = max(ttl_s, self.ttl_s if self.end_s > now_s else 0.0)
-        return Term(now_s + ttl_s, ttl_s) if ttl_s else self
+        return Term(now_s + ttl_s, ttl_s) if ttl_s else NO_TERM
 
 
 NO_TERM = Term()
@@ -54,6 +53,7 @@ class Leaves(Generic[_Key]):
     _terms: dict[_Key, int] = field(default_factory=dict)  # candidates with a time to live
     _ends: Queue[_Key] = field(init=False)
     _owners: dict[_Key, Tenant[_Key]] = field(default_factory=dict)
+    _over: dict[BlockHash, Tenant[_Key]] = field(default_factory=dict)  # those beyond their quota
     _serial: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Leaves(Generic[_Key]):
 
     @property
     def candidates(self) -> set[_Key]:
-        return {*self.order.candidates(), *self._terms}
+        return {*self.order.candidates, *self._terms}
 
     def limit(self, root: BlockHash, quota: int) -> None:
         """A tenant may keep so many blocks. Before it keeps any."""
@@ -71,15 +71,19 @@ class Leaves(Generic[_Key]):
         """So many blocks more are kept; negative: fewer."""
         if tenant := self.tenants.get(root):
             tenant.num_blocks += num_blocks
+            if tenant.num_blocks > tenant.quota:
+                self._over[root] = tenant
+            else:
+                self._over.pop(root, None)
 
     def emptied(self, order: Order[_Key]) -> "Leaves[_Key]":
         """The same quotas for a place that holds nothing."""
         return Leaves(order, {root: Tenant(one.quota) for root, one in self.tenants.items()})
 
-    def excess(self, root: BlockHash, num_more: int) -> int:
-        """How far beyond its quota a tenant would be with so many blocks more."""
-        tenant = self.tenants.get(root)
-        return max(0, tenant.num_blocks + num_more - tenant.quota) if tenant else 0
+    def exceeds(self, root: BlockHash | None, num_more: int) -> bool:
+        """Whether a tenant would be beyond its quota with so many blocks more."""
+        tenant = self.tenants.get(root) if root else None
+        return tenant is not None and tenant.num_blocks + num_more > tenant.quota
 
     def offer(
         self,
@@ -95,6 +99,7 @@ class Leaves(Generic[_Key]):
             self.order.withdraw(key)
             self._ends.offer(key, term.end_s, self._serial)
         else:
+            self._terms.pop(key, None)
             self.order.offer(key, *uses, hashes)
         if tenant := self.tenants.get(root):
             self._owners[key] = tenant
@@ -107,23 +112,28 @@ class Leaves(Generic[_Key]):
         if tenant := self._owners.pop(key, None):
             tenant.offers.pop(key, None)
 
-    def pop_own(self, root: BlockHash) -> _Key | None:
-        """The first to leave of a tenant that has a quota. None: there is none."""
-        own = self.tenants[root].queue.first()
-        return self._taken(own[2] if own else None)
+    def pop_own(self, root: BlockHash | None, num_more: int) -> _Key | None:
+        """The first to leave of a tenant that exceeds its quota so. None: there is none."""
+        if root is None or not self.exceeds(root, num_more):
+            return None
+        return self._taken(self.tenants[root].queue.first())
 
     def pop(self) -> _Key | None:
         """The one that leaves first. No candidate again until offered. None: there is none."""
         timed = self._ends.first()
         if timed is not None and timed[0] <= self.order.now_s:
-            return self._taken(timed[2])
-        for tenant in self.tenants.values():
-            if tenant.num_blocks > tenant.quota and (first := tenant.queue.first()):
-                return self._taken(first[2])
+            return self._taken(timed)
+        for tenant in self._over.values():
+            if first := tenant.queue.first():
+                return self._taken(first)
         key = self.order.pop()
-        return self._taken(timed[2] if key is None and timed is not None else key)
-
-    def _taken(self, key: _Key | None) -> _Key | None:
-        if key is not None:
-            self.withdraw(key)
+        if key is None:
+            return self._taken(timed)
+        self.withdraw(key)
         return key
+
+    def _taken(self, first: tuple[float, int, _Key] | None) -> _Key | None:
+        if first is None:
+            return None
+        self.withdraw(first[2])
+        return first[2]

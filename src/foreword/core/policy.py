@@ -4,10 +4,10 @@ Leaf first holds whatever a policy says: only what may leave is offered to it. E
 Order of its own, which it tells what happens to its blocks.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from foreword.core.block import BlockHash
 
@@ -19,50 +19,48 @@ _Key = TypeVar("_Key", bound=Hashable)
 Span = tuple[_Key, Sequence[BlockHash]]
 
 
-class Order(Protocol[_Key]):
+class Order(Generic[_Key]):
     """Of one place. A key stands for one block, or several in a row; for one that is not full it
     has no hash."""
 
-    now_s: float  # of any clock that does not run backwards; its owner sets it
-    by_path: bool  # whether it wants to hear `used`
-    by_run: bool  # whether all blocks of a key rank alike, so that they may leave at once
+    by_path = False  # whether it wants to hear of uses
+    by_run = True  # whether all blocks of a key rank alike, so that they may leave at once
+
+    def __init__(self) -> None:
+        self.now_s = 0.0  # of any clock that does not run backwards; its owner sets it
+        self.candidates: dict[_Key, int] = {}  # the number of each one's newest offer
+        self.num_offers = 0
 
     def offer(self, key: _Key, added: int, last_used: int, hashes: Sequence[BlockHash]) -> None:
         """The blocks of `key` are a candidate, at the rank that they have now. When they came and
         were last used is by the owner's count of uses."""
-        ...
-
-    def withdraw(self, key: _Key) -> None:
-        """It is no candidate any more, if it was."""
-        ...
-
-    def candidates(self) -> Iterable[_Key]: ...
+        raise NotImplementedError
 
     def pop(self) -> _Key | None:
         """The one that leaves first. No candidate again until offered. None: there is none."""
-        ...
+        raise NotImplementedError
+
+    def withdraw(self, key: _Key) -> None:
+        """It is no candidate any more, if it was."""
+        self.candidates.pop(key, None)
 
     def used(self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key]) -> None:
         """A request used these, all that is kept from a root on. `split` gives the first blocks of
         a key a key of their own."""
-        ...
 
     def used_blocks(self, path: Sequence[_Key]) -> None:
         """The same, where each key stands for one block, and is its hash."""
-        ...
 
     def split(self, head: _Key, tail: _Key) -> None:
         """The first blocks of `tail` are `head` now."""
-        ...
 
     def removed(self, key: _Key, hashes: Sequence[BlockHash], *, whole: bool) -> None:
         """The last blocks of `key` left, or the `whole` of it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`make` gives the order of a place with room for so many blocks of so many tokens."""
+    """`make` gives the order of a place for so many blocks, of so many tokens."""
 
     name: str
     make: Callable[[int, int], Order[Any]]
@@ -119,45 +117,23 @@ class Ranked(Order[_Key]):
     """By a rank that a leaf keeps until it is offered anew. Where it goes by the hash, the order is
     not `by_run`."""
 
-    by_path = False
-
     def __init__(self, rank: Rank, *, by_run: bool = True) -> None:
-        self.now_s = 0.0
+        super().__init__()
         self.by_run = by_run
         self._rank = rank
-        self._offers: dict[_Key, int] = {}
-        self._queue = Queue(self._offers)
-        self._serial = 0
+        self._queue = Queue(self.candidates)
 
     def offer(self, key: _Key, added: int, last_used: int, hashes: Sequence[BlockHash]) -> None:
-        self._serial += 1
+        self.num_offers += 1
         rank = self._rank(added, last_used, hashes[-1] if hashes else None)
-        self._queue.offer(key, rank, self._serial)
-
-    def withdraw(self, key: _Key) -> None:
-        self._offers.pop(key, None)
-
-    def candidates(self) -> Iterable[_Key]:
-        return self._offers
+        self._queue.offer(key, rank, self.num_offers)
 
     def pop(self) -> _Key | None:
         first = self._queue.first()
         if first is None:
             return None
-        del self._offers[first[2]]
+        self.withdraw(first[2])
         return first[2]
-
-    def used(self, path: Sequence[Span[_Key]], split: Callable[[_Key, int], _Key]) -> None:
-        pass
-
-    def used_blocks(self, path: Sequence[_Key]) -> None:
-        pass
-
-    def split(self, head: _Key, tail: _Key) -> None:
-        pass
-
-    def removed(self, key: _Key, hashes: Sequence[BlockHash], *, whole: bool) -> None:
-        pass
 
 
 LRU = Policy("lru", lambda _capacity, _tokens: Ranked(lambda _added, last_used, _hash: last_used))

@@ -88,8 +88,8 @@ class Tier:
         if root is None and protected is not None:
             root = self._root(protected)
         while True:
-            if root is not None and self.leaves.excess(root, 1):
-                victim = self.leaves.pop_own(root)
+            if self.leaves.exceeds(root, 1):
+                victim = self.leaves.pop_own(root, 1)
             elif self.num_blocks + room > self.capacity:
                 victim = self.leaves.pop()
             else:
@@ -146,7 +146,7 @@ class Tier:
         """Count a block that is not kept in, for a Store that is to come; of a chain of `root`, by
         default that of `parent`. False: no room."""
         root = root or self._root(parent)
-        if self.num_blocks >= self.capacity or self.leaves.excess(root, 1):
+        if self.num_blocks >= self.capacity or self.leaves.exceeds(root, 1):
             return False
         self._add(block_hash, parent, Kept.WRITING, root)
         return True

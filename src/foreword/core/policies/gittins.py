@@ -8,8 +8,7 @@ evicted. The Gittins index of a kind at an age is the best ratio of the chance o
 block-seconds spent on waiting for it, over all ages to stop at (Gittins 1979; for caches with
 Kaplan-Meier hazards). The least index leaves first; before anything is known that is the oldest.
 
-Times are those of the owner's clock, in seconds. Work per call is bounded: a table is learned anew
-piece by piece, over many requests.
+Work per call is bounded: a table is learned anew piece by piece, over many requests.
 """
 
 from bisect import bisect_left, bisect_right
@@ -117,7 +116,7 @@ class Gittins(RunOrder[_Key]):
             self._count(self._left, run, run.num_blocks)
             self.sort(run, _SUPERSEDED)
             run.used_s = self.now_s
-            if run.leaf in self._offers and self._runs.get(run.leaf) is run:
+            if run.leaf in self.candidates and self._runs.get(run.leaf) is run:
                 self.offer_run(run.leaf, run)
             run = run.follower
 
@@ -126,12 +125,9 @@ class Gittins(RunOrder[_Key]):
 
     def _learn(self) -> None:
         """Go on learning, a bounded piece."""
-        if self._learning is None:
-            if self._num_since < self._learn_every:
-                return
-            self._num_since = 0
-            self._learning = self._pieces()
-        if next(self._learning, self) is self:
+        if self._learning is None and self._num_since >= self._learn_every:
+            self._num_since, self._learning = 0, self._pieces()
+        if self._learning is not None and next(self._learning, self) is self:
             self._learning = None
 
     def _pieces(self) -> Iterator[None]:

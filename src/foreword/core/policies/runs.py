@@ -8,7 +8,7 @@ queue of that kind.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from foreword.core.block import BlockHash
@@ -84,15 +84,13 @@ class RunOrder(Order[_Key]):
     by_run = True
 
     def __init__(self, num_kinds: int, max_ghosts: int) -> None:
-        self.now_s = 0.0
+        super().__init__()
         self._max_ghosts = max_ghosts
         self._runs: dict[_Key, Run] = {}
         self._ghosts: dict[int, Ghost] = {}  # by the first block; the oldest first
         self.num_ghosts = [0] * num_kinds  # blocks
-        self._offers: dict[_Key, int] = {}
-        self.queues: list[Queue[_Key]] = [Queue(self._offers) for _ in range(num_kinds)]
+        self.queues: list[Queue[_Key]] = [Queue(self.candidates) for _ in range(num_kinds)]
         self.num_blocks = [0] * num_kinds  # that are kept, and have a run
-        self._serial = 0
         self._request = 0
         self._stranger = Run(0, 0.0)  # for what no request that has ended used
         self._growing: Ghost | None = None  # not filed yet
@@ -130,15 +128,15 @@ class RunOrder(Order[_Key]):
         run = self._runs.get(key)
         if run is None:
             run = self._stranger
-            run.used_s, run.came = self.now_s, self._serial
+            run.used_s, run.came = self.now_s, self.num_offers
         elif run is self._leaving:
             self._next = key
         self.offer_run(key, run)
 
     def offer_run(self, key: _Key, run: Run) -> None:
         run.leaf = key
-        self._serial += 1
-        self.queues[run.kind].offer(key, self.rank(run), self._serial)
+        self.num_offers += 1
+        self.queues[run.kind].offer(key, self.rank(run), self.num_offers)
 
     def sort(self, run: Run, kind: int) -> None:
         """A run is of that kind from now on."""
@@ -146,22 +144,16 @@ class RunOrder(Order[_Key]):
         self.num_blocks[kind] += run.num_blocks
         run.kind = kind
 
-    def withdraw(self, key: _Key) -> None:
-        self._offers.pop(key, None)
-
-    def candidates(self) -> Iterable[_Key]:
-        return self._offers
-
     def pop(self) -> _Key | None:
         """A run that has begun to leave goes on until it is used or gone."""
         key = self._next
-        if key is None or key not in self._offers:
+        if key is None or key not in self.candidates:
             key = self.choose()
             if key is None:
                 return None
             self._leaving = self._runs.get(key)
         self._next = None
-        del self._offers[key]
+        del self.candidates[key]
         return key
 
     def split(self, head: _Key, tail: _Key) -> None:
@@ -229,7 +221,7 @@ class RunOrder(Order[_Key]):
         recalled = self._recall(new)
         fresh = Run(0, self.now_s, self._request)
         fresh.num_blocks = len(new) - recalled.num_blocks
-        fresh.came = recalled.came = self._serial
+        fresh.came = recalled.came = self.num_offers
         fresh.kind = self.begin(known, recalled, fresh.num_blocks)
         self.num_blocks[fresh.kind] += fresh.num_blocks
         self.num_blocks[recalled.kind] += recalled.num_blocks

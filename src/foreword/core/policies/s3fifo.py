@@ -46,7 +46,7 @@ class S3FIFO(RunOrder[_Key]):
             if run is None or run.num_uses < enough:
                 return key
             run.num_uses = 1 if run.kind == _SMALL else run.num_uses - 1
-            run.came = self._serial
+            run.came = self.num_offers
             self.sort(run, _MAIN)
             self.offer_run(key, run)
 
