@@ -280,8 +280,8 @@ def test_pauses_get_longer_until_it_works():
     assert breaker.allows(13.0)
     for at in range(20, 1000, 100):
         breaker.failed(float(at), "it")
-    assert not breaker.allows(979.9)
-    assert breaker.allows(980.0), "a minute at most"
+    assert not breaker.allows(949.9)
+    assert breaker.allows(950.0), "half a minute at most"
     breaker.succeeded()
     breaker.failed(2000.0, "it")
     assert breaker.allows(2001.0)

@@ -161,7 +161,7 @@ class Scheduler(Generic[_Sequence]):
         if costs is None or costs.step is None:
             return ALONE
         num_ahead = sum(s.num_uncomputed for s in self.running if not s.is_decoding)
-        num_others = len(self.running) + len(self.waiting)
+        num_others = len(self.running) + len(self.waiting) - 1  # itself waits still
         return Present(costs.compute_s(0, num_ahead), num_others)
 
     def _admit(self, step: Step[_Sequence], budget: int) -> None:

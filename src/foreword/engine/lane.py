@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from math import inf
 
 from foreword.core.block import BlockHash
 from foreword.core.cost import TierFit
@@ -18,6 +19,8 @@ from foreword.store.workers import Workers
 
 STAGING_BYTES = 128 << 20  # for each tier and way, at least
 NUM_READERS = 4
+# One that takes longer has another reader beside it, so that those behind it need not wait for it.
+STUCK_S, MOST_READERS = 0.05, 16
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +35,7 @@ class Read:
     begin_s: float = 0.0
     ahead_bytes: int = 0  # under way when it began, its own too
     end_s: float = 0.0
+    start_s: float = inf  # when a thread took it
     busy_s: float = 0.0  # of its thread
     cell: int | None = None
     good: dict[int, Loan] = field(default_factory=dict)  # verified, by block
@@ -80,6 +84,11 @@ class Lane:
         """So many bytes more were asked for, or less are to come."""
         if self.fit is not None:
             self.fit.queued_bytes += num_bytes
+
+    def spare(self, now_s: float) -> None:
+        """Have as many readers as ever beside those that are stuck."""
+        num_stuck = sum(now_s - read.start_s > STUCK_S for read in self.under_way)
+        self.readers.grow(min(NUM_READERS + num_stuck, MOST_READERS))
 
     @property
     def reads(self) -> Iterator[Read]:

@@ -120,6 +120,7 @@ class Transfer:
             if any(read.deadline_s <= now_s for read in lane.reads):
                 self._give_up(lane)
             self._pump(lane)
+            lane.spare(now_s)
             tier.shared = lane.store.has_others
             tier.reads = not lane.num_overdue and lane.reading.allows(now_s)
             tier.writes = lane.outbound.num_free > 0 and lane.writing.allows(now_s)
@@ -211,7 +212,7 @@ class Transfer:
         if read.given_up:
             lane.finish(partial(self._arrived, lane, read))
             return
-        begin_s = time.monotonic()
+        begin_s = read.start_s = time.monotonic()
         try:
             loans = lane.fetch([key.block_hash for key in keys], cell)
             for at, (key, loan) in enumerate(zip(keys, loans, strict=True), read.start):

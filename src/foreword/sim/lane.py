@@ -15,7 +15,7 @@ from random import Random
 
 from foreword.core.cost import TierFit
 from foreword.core.lease import Load
-from foreword.sim.shape import TierRoom
+from foreword.sim.shape import STUCK_S, TierRoom
 from foreword.store.patience import LOAD_BYTES_PER_S, LOAD_S, USUALLY, Breaker
 
 
@@ -29,6 +29,7 @@ class Piece:
     deadline_s: float
     num_bytes: int
     begin_s: float = -1.0  # when there was room for it
+    start_s: float = -1.0  # when a reader took it
     ahead_bytes: int = 0  # that were under way then, its own too
     given_up: bool = False
 
@@ -47,6 +48,7 @@ class TierLane:
         """`fit` learns what reads take."""
         self._room = room
         self._reading = room.reading
+        self._num_readers = room.reading.num_readers
         self._block_bytes = block_bytes
         self._fit = fit
         self._draw = Random(seed)
@@ -107,12 +109,19 @@ class TierLane:
         if self._reading.gives_up:
             for piece in self._pending:
                 piece.deadline_s += busy_s
+            self._spare(now_s)
             if now_s >= self._patient_s:
                 self._patient_s = min((piece.deadline_s for piece in self._asked()), default=inf)
             if now_s >= self._patient_s:
                 news += [(piece, None) for piece in self._give_up(now_s)]
         self._pump(now_s)
         return news
+
+    def _spare(self, now_s: float) -> None:
+        """As many readers as ever beside those that are stuck."""
+        num_stuck = sum(now_s - piece.start_s > STUCK_S for _end_s, _number, piece in self._active)
+        most = min(self._reading.num_readers + num_stuck, self._reading.most_readers)
+        self._num_readers = max(self._num_readers, most)
 
     def _give_up(self, now_s: float) -> list[Piece]:
         """All that was asked for: one is late."""
@@ -152,8 +161,9 @@ class TierLane:
         self._begin(now_s)
 
     def _begin(self, now_s: float) -> None:
-        while self._queued and len(self._active) < self._reading.num_readers:
+        while self._queued and len(self._active) < self._num_readers:
             piece = self._queued.popleft()
+            piece.start_s = now_s
             self._num_begun += 1
             heappush(self._active, (self._end_s(piece, now_s), self._num_begun, piece))
 

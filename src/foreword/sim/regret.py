@@ -24,7 +24,8 @@ from foreword.sim.worker import Worker
 
 REGRET_SHARE, REGRET_S = 0.01, 1e-3  # beyond both together a request is slower
 LOAD = 0.5  # of what a worker without a cache can do
-NUM_READERS, CELL_BYTES, NUM_CELLS = 4, 2 << 20, 64  # as engine.lane and engine.staging have them
+# As engine.lane and engine.staging have them.
+NUM_READERS, MOST_READERS, CELL_BYTES, NUM_CELLS = 4, 16, 2 << 20, 64
 EXPECTED = TierCost(0.001, 1e9)  # as engine.tiers expects of a disk
 _MISSES = 0.25  # the share of requests of which the tier has nothing
 _ANSWER = 1  # tokens: how streams are shared with those that write is not what is asked here
@@ -162,7 +163,9 @@ def measure(
             streams[kind] = (asked, play(without, asked, together=cell.together))
         asked, off = streams[kind]
         cost = TierCost(cell.latency_s, cell.bytes_per_s)
-        reading = Reading(NUM_READERS, CELL_BYTES, NUM_CELLS, cell.stall_share, gives_up=True)
+        reading = Reading(
+            NUM_READERS, MOST_READERS, CELL_BYTES, NUM_CELLS, cell.stall_share, gives_up=True
+        )
         room = TierRoom("tier", 1 << 40, cost, reading=reading)
         start = expected or calibrated(cost)
         own = with_room(shape, asked, tiers=(room,), seed=seed, expected=(shape.cost, start))
@@ -256,7 +259,7 @@ def switched(
     cell = Cell(good.bytes_per_s, good.latency_s, 0.0, num_tokens, together=False)
     asked = stream(cell, shape, num_requests, seed)
     slow_s = sum(one.gap_s for one in asked) / 3
-    reading = Reading(NUM_READERS, CELL_BYTES, NUM_CELLS, gives_up=True)
+    reading = Reading(NUM_READERS, MOST_READERS, CELL_BYTES, NUM_CELLS, gives_up=True)
     later = ((slow_s, bad), (2 * slow_s, good))
     room = TierRoom("tier", 1 << 40, good, reading=reading, later=later)
     start = (shape.cost, calibrated(good))

@@ -8,15 +8,18 @@ from foreword.core.policies import DEFAULT
 from foreword.core.policy import Policy
 from foreword.core.waiting import LONGEST_PREFIX
 
+STUCK_S = 0.05  # as engine.lane has it
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a tier is read: in pieces of about `cell_bytes`, `num_readers` at once, of which
-    `num_cells` can be under way. Of the pieces a share stalls, each for some time of `stall_s`, in
-    the order of magnitude evenly drawn. With `gives_up` what is late is given up as the engine
-    does, and the tier left alone for a while."""
+    """How a tier is read: in pieces of about `cell_bytes`, `num_readers` at once and up to
+    `most_readers` with those that are stuck; `num_cells` can be under way. Of the pieces a share
+    stalls, each for some time of `stall_s`, in the order of magnitude evenly drawn. With `gives_up`
+    what is late is given up as the engine does, and the tier left alone for a while."""
 
     num_readers: int = 1
+    most_readers: int = 1
     cell_bytes: int = 1 << 60
     num_cells: int = 1 << 60
     stall_share: float = 0.0

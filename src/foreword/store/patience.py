@@ -9,7 +9,7 @@ LOAD_S = 0.25  # and for blocks that long
 LOAD_BYTES_PER_S = 100e6  # and at this rate, with all that the place was asked before
 USUALLY = 4.0  # or so many times as long as it took of late, if that is more
 TEND_S = 1.0  # how often a store may do what it put off
-PAUSE_S = (1.0, 60.0)  # a place that fails is left alone that long, then twice as long
+PAUSE_S = (1.0, 30.0)  # a place that fails is left alone that long, then twice as long
 
 
 class Breaker:

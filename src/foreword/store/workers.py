@@ -20,10 +20,15 @@ class Workers:
     ) -> None:
         self._idle, self._idle_s = idle, idle_s
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)
-        ]
-        for thread in self._threads:
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self.grow(num_threads)
+
+    def grow(self, num_threads: int) -> None:
+        """Have at least so many threads from now on."""
+        for _ in range(num_threads - len(self._threads)):
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
