@@ -14,7 +14,7 @@ ALL = SOURCES + [
     path for folder in ("tests", "tools", "bench") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
-CORE_LINES_MAX = 4000  # Apart from policies; a newcomer reads the core in an hour (decision 13).
+CORE_LINES_MAX = 4200  # Apart from policies; a newcomer reads the core in an hour (decision 13).
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70  # One screen.
 PARAMETERS_MAX = 7

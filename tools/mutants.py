@@ -40,6 +40,8 @@ FILES = (
     "core/pool.py",
     "core/index.py",
     "core/policy.py",
+    "core/policies/runs.py",
+    "core/leaves.py",
     "core/tier.py",
     "core/reuse.py",
     "core/place.py",

@@ -145,9 +145,11 @@ TIERS = {
     ],
 )
 def test_a_serial_log_is_predicted_exactly(settings, tmp_path, tiers, store):
-    """Of `gain` to half a point: it goes by costs that the server learns on its way."""
+    """Of `gain` to half a point: it goes by costs that the server learns on its way. Under LRU, for
+    which no time counts but the order of uses."""
     path = tmp_path / "log.jsonl"
-    chosen = replace(settings, **TIERS[tiers], store=store, disk_folder=tmp_path / "kv")
+    rules = {"store": store, "evict": "lru", "disk_folder": tmp_path / "kv"}
+    chosen = replace(settings, **TIERS[tiers], **rules)
 
     async def work():
         clients = Clients(7)

@@ -44,7 +44,7 @@ def patient(monkeypatch):
 
 
 async def written(engine):
-    for lane in engine.transfer._lanes:
+    for lane in engine.transfer.lanes:
         while lane.outbound.num_free < lane.outbound.num_cells or lane.done:
             await asyncio.sleep(0.001)
 

@@ -47,7 +47,7 @@ class Run:
         for sequence, copy in work.copies:
             assert sequence.lease is not None
             scheduler.cache.filled(sequence.lease, copy.num_tokens)
-        scheduler.finish([one for one, num in work.work if scheduler.settle(one, num)])
+        scheduler.finish([one for one, _start, num in work.work if scheduler.settle(one, num)])
 
 
 def busy(draw: Random, order: str) -> Run:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from foreword.cli import main as cli
 from foreword.cli.bench_schedule import COST, compared
 from foreword.core.cache import KVCache
+from foreword.core.policy import LRU
 from foreword.core.waiting import ARRIVAL, DEPTH_FIRST, LONGEST_PREFIX, MAX_PASSED
 from foreword.sim.programs import KINDS, arriving, batch, most_hit_blocks
 from foreword.sim.prompt import visit
@@ -89,7 +90,8 @@ def test_depth_first_reaches_the_optimum_of_a_batch(kind, num, num_blocks):
     with batch(programs_of(kind, num), Random(1)) as trace:
         blocks = {one for record in trace for one in visit(record, 16).whole.hashes}
         assert len(blocks) > 1.5 * num_blocks
-        found = compared(trace, WorkerShape(num_blocks, COST, max_num_seqs=16), {})
+        shape = WorkerShape(num_blocks, COST, max_num_seqs=16, policy=LRU)
+        found = compared(trace, shape, {})
     assert found[DEPTH_FIRST]["of_optimum"] == 1
     assert found[ARRIVAL]["of_optimum"] < 0.9
     assert found[ARRIVAL]["seconds"] > found[DEPTH_FIRST]["seconds"]

@@ -1,5 +1,7 @@
 """Any order of calls keeps the laws, serves only true KV, and reuses all that it could."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -30,12 +32,15 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 14),
         alphabet=st.sampled_from([1, 2, 3, 50]),  # with many, a wrong copy shows
         policy=st.sampled_from(list(POLICIES.values())),
-        room=st.sampled_from([None, 3, 40]),  # below the device
-        placement=st.sampled_from(list(PLACEMENTS.values())),
-        move_s=st.sampled_from([None, 0.01, 0.5]),  # of a block that is computed in 1 s
+        below=st.tuples(
+            st.sampled_from([None, 3, 40]),  # blocks of the tier, if there is one
+            st.sampled_from(list(PLACEMENTS.values())),
+            st.sampled_from([None, 0.01, 0.5]),  # s to move a block that is computed in 1 s
+        ),
         quota=st.sampled_from([None, 0, 2, 5]),
     )
-    def start(self, block_size, num_blocks, alphabet, policy, room, placement, move_s, quota):
+    def start(self, block_size, num_blocks, alphabet, policy, below, quota):
+        room, placement, move_s = below
         self.block_size, self.alphabet = block_size, alphabet
         tiers = [] if room is None else [Tier(room, policy=policy)]
         self.cache = KVCache(
@@ -209,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ttl_s=st.sampled_from([0.0, 0.0, 10.0, 100.0]))
     def release(self, data, ttl_s):
         lease = data.draw(st.sampled_from(self.leases))
-        lease.ttl_s = ttl_s
+        lease.hints = replace(lease.hints, ttl_s=ttl_s or None)
         self.leases.remove(lease)
         self.cache.release(lease)
         self.note_stored(lease)

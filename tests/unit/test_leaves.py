@@ -11,6 +11,7 @@ from foreword.core.lease import Store
 from foreword.core.leaves import NO_TERM, Term
 from foreword.core.policies import POLICIES
 from foreword.core.policy import LRU, Policy
+from foreword.core.request import Hints
 from foreword.core.tier import Tier
 from laws import check_index, check_tier
 
@@ -34,7 +35,7 @@ def use(
         cache.loaded(effect, effect.start, effect.stop)  # type: ignore[arg-type, union-attr]
     known = lease.num_computed_tokens
     cache.filled(lease, len(lease.chain) - 1 - known)
-    lease.ttl_s = ttl_s
+    lease.hints = Hints(ttl_s=ttl_s)
     cache.release(lease)
     for store in cache.lower.take_effects():
         if isinstance(store, Store):

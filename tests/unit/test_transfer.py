@@ -10,9 +10,9 @@ import torch
 from foreword.core.block import BlockHash, Chain
 from foreword.core.cache import KVCache
 from foreword.core.lease import Load
+from foreword.core.policies import DEFAULT
 from foreword.core.scheduler import Scheduler
 from foreword.core.sequence import Sequence
-from foreword.core.policies import DEFAULT
 from foreword.core.tier import Tier
 from foreword.engine import lane, staging, transfer
 from foreword.engine.kv import LayerShape, PagedKV

@@ -264,16 +264,11 @@ class KVCache:
     def pin(self, chain: Chain) -> int:
         """Let the full blocks of `chain` that are in the device stay there until unpinned, however
         long nobody uses them; returns how many. Raises PinsFull."""
-        _, matched = self.index.walk(
-            self.index.root(chain.root), chain.hashes, 0, len(chain.hashes)
-        )
-        if matched:
-            self.pins.pin(chain.hashes[len(matched) - 1], matched)
-        return len(matched)
+        return self.pins.pin(self.index, chain)
 
     def unpin(self, chain: Chain) -> bool:
         """End the pin of `chain`, or of as much of it as there was. False: there was none."""
-        return any(self.pins.unpin(block_hash) for block_hash in reversed(chain.hashes))
+        return self.pins.unpin(chain)
 
     def limit(self, root: BlockHash, quotas: Sequence[int]) -> None:
         """Chains of a root, so one tenant's, may have so many blocks in the device and in each
