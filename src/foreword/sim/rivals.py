@@ -4,13 +4,14 @@ Each is that of a published system, read in its source; the same scheduler, devi
 all of them. A request is kept back while its prefix is read from the front, others go on; what came
 counts as known when the request is scheduled, the rest is computed.
 
-- `always`: all that is found, however long it takes. vLLM's KV offloading gives a lookup or a load
-  no deadline (vllm 0.32 kv_offload, issue 49829); LMCache's `min_retrieve_tokens` is 0 and its
-  blocking timeout 10 s (lmcache/v1/config.py), which is `always-10s`.
+- `always`: all that is found, however long it takes. vLLM's KV offloading (0.32, vllm/v1/kv_offload)
+  has no deadline for a load. LMCache's `min_retrieve_tokens` is 0 by default and its
+  `blocking_timeout_secs` 10 (lmcache/v1/config.py): `always-10s`.
 - SGLang's HiCache prefetches from its storage where at least 256 tokens are found
-  (`prefetch_threshold` of sglang/srt/mem_cache/hicache_storage), and by its policy `best_effort`
-  takes what came by the time that the scheduler turns to the request, by `wait_complete` waits for
-  all, by `timeout` for 1 s and 0.25 s for each 1,024 tokens.
+  (`prefetch_threshold` of sglang/srt/mem_cache/hiradix_cache.py, as all of these), and by its
+  policy `best_effort` takes what came by the time that the scheduler turns to the request, by
+  `wait_complete` waits for all, by `timeout` for 1 s (`prefetch_timeout_base`) and 0.25 s for each
+  1,024 tokens (`prefetch_timeout_per_ki_token`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,7 @@ class RivalWorker:
         self._rule = rule
         self._num_found = num_found
         self._held: dict[Lease, _Held] = {}
+        self._until_s = inf  # for the first of them
 
     @property
     def is_stepping(self) -> bool:
@@ -79,10 +81,8 @@ class RivalWorker:
 
     @property
     def next_news_s(self) -> float | None:
-        news = [held.until_s for held in self._held.values()]
-        if self._lane.next_s is not None:
-            news.append(self._lane.next_s)
-        return min(news, default=None)
+        next_s = min(self._until_s, self._lane.next_s or inf)
+        return None if next_s == inf else next_s
 
     def send(self, record: Record, chain: Chain, now_s: float) -> None:
         """A request arrives."""
@@ -94,21 +94,32 @@ class RivalWorker:
                 until_s = now_s + rule.patience_s + rule.per_token_s * num_tokens
                 held = _Held(record, chain, admitted[0], until_s)
                 self._held[held.lease] = held
+                self._until_s = min(self._until_s, until_s)
                 held.lease.states[:] = bytes([BlockState.LOADING]) * num_blocks
                 self._lane.load(Load(held.lease, 0, 0, num_blocks), now_s)
                 return
         self._worker.send(record, chain, now_s)
 
     def begin(self, now_s: float, until_s: float) -> float | None:
-        for piece, _seconds in self._lane.settle(now_s):
-            if not piece.load.lease.released:
-                self._held[piece.load.lease].came.update(range(piece.start, piece.stop))
-        idle = not self._worker.scheduler.waiting
-        for held in list(self._held.values()):
-            is_whole = len(held.came) * held.chain.block_size == len(held.lease.chain)
-            if is_whole or held.until_s <= now_s or (idle and not self._rule.waits):
-                self._let_go(held, now_s)
+        ready = self._received(now_s)
+        if now_s >= self._until_s:
+            ready |= {held: None for held in self._held.values() if held.until_s <= now_s}
+        if not (self._rule.waits or self._worker.scheduler.waiting):
+            ready |= dict.fromkeys(self._held.values())
+        for held in ready:
+            self._let_go(held, now_s)
         return self._worker.begin(now_s, until_s)
+
+    def _received(self, now_s: float) -> dict[_Held, None]:
+        """Take what came. Returns the requests that have all."""
+        whole: dict[_Held, None] = {}
+        for piece, _seconds in self._lane.settle(now_s):
+            held = self._held.get(piece.load.lease)
+            if held is not None:
+                held.came.update(range(piece.start, piece.stop))
+                if len(held.came) * held.chain.block_size == len(held.lease.chain):
+                    whole[held] = None
+        return whole
 
     def end(self, now_s: float) -> list[Journey]:
         return self._worker.end(now_s)
@@ -116,6 +127,7 @@ class RivalWorker:
     def _let_go(self, held: _Held, now_s: float) -> None:
         """What came of its prefix is known from now on."""
         del self._held[held.lease]
+        self._until_s = min((other.until_s for other in self._held.values()), default=inf)
         if held.num_leading:
             self._worker.cache.filled(held.lease, held.num_leading * held.chain.block_size)
         self._worker.cache.release(held.lease)
