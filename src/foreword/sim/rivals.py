@@ -4,7 +4,7 @@ Each is that of a published system, read in its source; the same scheduler, devi
 all of them. A request is kept back while its prefix is read from the front, others go on; what came
 counts as known when the request is scheduled, the rest is computed.
 
-- `always`: all that is found, however long it takes. vLLM's KV offloading (0.32, vllm/v1/kv_offload)
+- `always`: all that is found, however long it takes. vLLM's offloading (0.32, vllm/v1/kv_offload)
   has no deadline for a load. LMCache's `min_retrieve_tokens` is 0 by default and its
   `blocking_timeout_secs` 10 (lmcache/v1/config.py): `always-10s`.
 - SGLang's HiCache prefetches from its storage where at least 256 tokens are found
