@@ -141,12 +141,12 @@ TIERS = {
     ("tiers", "store"),
     [
         *((tiers, "write-through") for tiers in TIERS),
-        *(("host and disk", store) for store in ("write-back", "on-second-use", "gain")),
+        *(("host and disk", store) for store in ("write-back", "on-second-use")),
     ],
 )
 def test_a_serial_log_is_predicted_exactly(settings, tmp_path, tiers, store):
-    """Of `gain` to half a point: it goes by costs that the server learns on its way. Under LRU, for
-    which no time counts but the order of uses."""
+    """By rules for which no time counts but the order of uses; what `gain` does depends on the
+    seconds that the server measured."""
     path = tmp_path / "log.jsonl"
     rules = {"store": store, "evict": "lru", "disk_folder": tmp_path / "kv"}
     chosen = replace(settings, **TIERS[tiers], **rules)
@@ -167,11 +167,6 @@ def test_a_serial_log_is_predicted_exactly(settings, tmp_path, tiers, store):
     served = asyncio.run(work())
     predicted, wrong, _ttfts = replayed(path)
     assert all(served[0].values())
-    if store == "gain":
-        assert predicted[1] == served[1]
-        hits = [sum(found.values()) for found, _tokens in (predicted, served)]
-        assert abs(hits[0] - hits[1]) <= 0.005 * served[1]
-        return
     assert not wrong
     assert predicted == served
 
