@@ -77,14 +77,11 @@ class KVCache:
 
     def probe(self, chain: Chain) -> list[Probe]:
         """What to ask the shared tiers before `chain` is admitted: where nothing nearer has all."""
-        start = self.num_known(chain)
+        asked = [at for at, tier in enumerate(self.lower.tiers) if tier.shared and tier.reads]
+        start = self.num_known(chain) if asked else 0
         if start == self._num_reusable(chain):
             return []
-        return [
-            Probe(number, chain, start)
-            for number, tier in enumerate(self.lower.tiers)
-            if tier.shared and tier.reads
-        ]
+        return [Probe(number, chain, start) for number in asked]
 
     def admit(
         self,

@@ -84,7 +84,7 @@ class Lease:
     `num_computed_tokens` leading tokens hold valid KV. `num_published` leading blocks can be found
     by others and end at the index node `end` (None: at the root). Of `num_reused_tokens`, which
     nobody computed for it, `restored` came from tiers, by tier. What is loading is late from
-    `late_at_s` on, and `num_late_blocks` were not waited for.
+    `late_at_s` on.
     """
 
     chain: Chain
@@ -101,7 +101,6 @@ class Lease:
     admitted_s: float = 0.0
     late_at_s: float = inf
     num_waits: int = 0  # for what was late
-    num_late_blocks: int = 0
     num_wanted: list[int] = field(default_factory=list)  # and that each is to keep
     hints: Hints = NO_HINTS
     matched: bool = True  # False: it reuses nothing, whatever is known
@@ -123,6 +122,5 @@ class Lease:
 
     def take_back(self) -> None:
         """Await no more loads: their blocks will be computed."""
-        self.num_late_blocks += self.states.count(BlockState.LOADING)
         self.states = self.states.replace(bytes([BlockState.LOADING]), bytes([BlockState.BLANK]))
         self.late_at_s = inf

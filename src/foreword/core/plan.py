@@ -9,6 +9,7 @@ lose counts too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from foreword.core.cost import Costs
 
@@ -33,10 +34,6 @@ class RestorePlan:
     late_s: float = 0.0
     total_s: float = 0.0
     recompute_s: float = 0.0
-
-    @property
-    def num_loaded_blocks(self) -> int:
-        return sum(stop - start for _tier, start, stop in self.loads)
 
     @property
     def gain_s(self) -> float:
@@ -67,7 +64,7 @@ def plan_restore(
     are what tiers have after these, without a gap, each tier once. All is loaded before anything is
     known of the steps' costs."""
     if costs.step is None:
-        return RestorePlan(num_tokens, num_device_tokens, tuple(runs), late_s=float("inf"))
+        return RestorePlan(num_tokens, num_device_tokens, tuple(runs), late_s=inf)
     all_s = present.ahead_s + costs.compute_s(num_device_tokens, num_tokens)
     nothing = RestorePlan(num_tokens, num_device_tokens, total_s=all_s, recompute_s=all_s)
     for cautious in (False, True):

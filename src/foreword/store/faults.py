@@ -2,15 +2,16 @@
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from random import Random
 
 from foreword.core.block import BlockHash
 from foreword.store.codec import RecordKey
+from foreword.store.front import Front
 from foreword.store.pages import PAGE_BYTES, arena, whole_pages
-from foreword.store.store import Entry, KVStore, Loan
+from foreword.store.store import KVStore, Loan
 
 
 class Fault(StrEnum):
@@ -29,7 +30,7 @@ class Fault(StrEnum):
     CRASH = "crash"  # in the middle of a put
 
 
-class FaultyStore:
+class FaultyStore(Front):
     """Stands before `store` and lets `fault` befall records, or calls where it is no record's, with
     probability `rate`. The same seed and the same calls give the same faults. A delay takes
     `delay_s` seconds; after a crash each call raises OSError."""
@@ -37,7 +38,7 @@ class FaultyStore:
     def __init__(
         self, store: KVStore, fault: Fault, seed: int = 0, rate: float = 1.0, delay_s: float = 0.01
     ) -> None:
-        self._store = store
+        super().__init__(store)
         self._fault = fault
         self._draw = Random(f"{fault} {seed}")
         self._rate = rate
@@ -48,29 +49,6 @@ class FaultyStore:
         self._known: dict[BlockHash, None] = {}
         self._last_put: memoryview | None = None
         self.num_faults = 0
-
-    @property
-    def name(self) -> str:
-        return self._store.name
-
-    @property
-    def shared(self) -> bool:
-        return self._store.shared
-
-    @property
-    def has_others(self) -> bool:
-        return self._store.has_others
-
-    @property
-    def capacity(self) -> int:
-        return self._store.capacity
-
-    @property
-    def num_bytes(self) -> int:
-        return self._store.num_bytes
-
-    def entries(self) -> Iterable[Entry]:
-        return self._store.entries()
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         self._befall()
